@@ -1,0 +1,358 @@
+"""The mapper: source keys and values in content space in, target keys and values in content space out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from .configuration_kvbridge import KVBridgeConfig
+from .errors import ArtifactError, CacheMismatchError
+from .kernels import map_full_head, map_head_local
+
+
+class SourceContent:
+    """What a mapper reads: the source's keys and values in content space, layer by layer, read when asked for.
+
+    Columns that `valid` calls padding are returned as zeros, so that nothing that stands in them (NaN included) reaches
+    a mapped token.
+
+    Args:
+        keys, values: one tensor `(batch, source_heads, tokens, source_head_dim)` per source layer; keys without their
+            rotary rotation.
+        position_ids: `(batch, tokens)`, long; the row index by default.
+        valid: `(batch, tokens)`, bool; `None` when no column is padding.
+        extras: further tensors that a method asks for by name (see [`MapperMethod.requires`]).
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        position_ids: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        extras: dict[str, torch.Tensor] | None = None,
+    ):
+        if len(keys) != len(values) or len(keys) == 0:
+            raise CacheMismatchError(
+                f"keys and values must have one tensor a layer, got {len(keys)} and {len(values)}."
+            )
+        batch, _, tokens, _ = keys[0].shape
+        if position_ids is None:
+            position_ids = torch.arange(tokens, device=keys[0].device).expand(batch, tokens)
+        self._setup(
+            len(keys),
+            lambda layer: keys[layer],
+            lambda layer: values[layer],
+            position_ids,
+            valid,
+            extras,
+        )
+
+    def _setup(
+        self,
+        num_layers: int,
+        read_keys: Callable[[int], torch.Tensor],
+        read_values: Callable[[int], torch.Tensor],
+        position_ids: torch.Tensor,
+        valid: torch.Tensor | None,
+        extras: dict[str, torch.Tensor] | None,
+    ) -> None:
+        self.num_layers = num_layers
+        self._read_keys, self._read_values = read_keys, read_values
+        self.position_ids = position_ids
+        self.extras = extras or {}
+        # Asked once, here: the answer costs a device synchronisation.
+        self._padding = None if valid is None or bool(valid.all()) else ~valid
+        self.valid = torch.ones_like(position_ids, dtype=torch.bool) if valid is None else valid
+        self._content: dict[tuple[str, int], torch.Tensor] = {}
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Any,
+        rotary: Any,
+        position_ids: torch.Tensor,
+        valid: torch.Tensor | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        extras: dict[str, torch.Tensor] | None = None,
+    ) -> SourceContent:
+        """View columns `start` to `stop` of a source model's cache.
+
+        Args:
+            cache: a Transformers `Cache`; read, never written.
+            rotary: the source's [`ContentRotary`].
+            position_ids: `(batch, cache length)` or `(1, cache length)`, positions of all columns of the cache.
+            valid: `(batch, cache length)`, bool.
+            start, stop: columns to map; `stop` defaults to the number of positions given, so that the unused end of a
+                static cache is left out.
+
+        Raises:
+            CacheMismatchError: the cache holds fewer tokens than `stop`.
+        """
+        first = cache.layers[0].keys
+        stop = position_ids.shape[1] if stop is None else stop
+        if first is None or first.shape[2] < stop:
+            held = 0 if first is None else first.shape[2]
+            raise CacheMismatchError(
+                f"The source cache holds {held} tokens and {stop} are to be mapped. Pass the cache of exactly these "
+                "tokens, or none: the source then reads the prompt itself."
+            )
+        batch = first.shape[0]
+        position_ids = position_ids[:, start:stop].expand(batch, -1)
+        if valid is not None:
+            valid = valid[:, start:stop].to(torch.bool).expand(batch, -1)
+
+        def read_keys(layer: int) -> torch.Tensor:
+            keys = cache.layers[layer].keys[:, :, start:stop]
+            return rotary.strip(keys, position_ids.to(keys.device), layer)
+
+        def read_values(layer: int) -> torch.Tensor:
+            return cache.layers[layer].values[:, :, start:stop]
+
+        content = cls.__new__(cls)
+        content._setup(len(cache.layers), read_keys, read_values, position_ids, valid, extras)
+        return content
+
+    @property
+    def batch_size(self) -> int:
+        return self.position_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Columns, padding included."""
+        return self.position_ids.shape[1]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Content keys of a source layer, `(batch, source_heads, tokens, source_head_dim)`."""
+        return self._get("keys", self._read_keys, layer)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Values of a source layer, `(batch, source_heads, tokens, source_head_dim)`."""
+        return self._get("values", self._read_values, layer)
+
+    def extra(self, name: str) -> torch.Tensor:
+        """A tensor that a method asked for with [`MapperMethod.requires`]."""
+        if name not in self.extras:
+            raise CacheMismatchError(f"The mapper's method needs {name!r}, which this source content does not carry.")
+        return self.extras[name]
+
+    def release(self) -> None:
+        """Forget the content read so far; it is read again when asked for."""
+        self._content.clear()
+
+    def _get(self, kind: str, read: Callable[[int], torch.Tensor], layer: int) -> torch.Tensor:
+        # A source layer feeds several target layers, so what was stripped once is kept.
+        if (kind, layer) not in self._content:
+            content = read(layer)
+            if self._padding is not None:
+                content = content.masked_fill(self._padding.to(content.device)[:, None, :, None], 0)
+            self._content[kind, layer] = content
+        return self._content[kind, layer]
+
+
+class MapperMethod:
+    """How one kind of mapper turns source content into target content. A method is a subclass in a file of its own.
+
+    A method object holds no tensors: `build` registers them on the mapper, so their names in the artifact are the
+    method's own, and `.to()`, sharding and training see ordinary parameters. Whatever `build` needs to know stands in
+    `mapper.config` (`method_config` is the method's own corner of it).
+    """
+
+    name: ClassVar[str]
+    #: Names of tensors that `SourceContent.extras` must carry.
+    requires: ClassVar[tuple[str, ...]] = ()
+    #: Whether a token is mapped from its own column alone; such a mapping may be computed in pieces.
+    tokenwise: ClassVar[bool] = True
+
+    def build(self, mapper: KVBridgeMapper) -> None:
+        """Register parameters, modules and buffers on `mapper`. The values may be left empty."""
+        raise NotImplementedError
+
+    def init_weights(self, mapper: KVBridgeMapper) -> None:
+        """Give the floating-point tensors their values before any fit."""
+        raise NotImplementedError
+
+    def map_layer(
+        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return content keys and values of one target layer, each `(batch, target_heads, tokens, target_head_dim)`."""
+        raise NotImplementedError
+
+
+_METHODS: dict[str, MapperMethod] = {}
+
+
+def register_method(method: type[MapperMethod]) -> type[MapperMethod]:
+    """Class decorator that makes a method known under its `name`, the value of `KVBridgeConfig.method`."""
+    _METHODS[method.name] = method()
+    return method
+
+
+def get_method(name: str) -> MapperMethod:
+    """Return the method registered under `name`.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    if name not in _METHODS:
+        raise ArtifactError(
+            f"Unknown mapper method {name!r}; known: {sorted(_METHODS)}. It may need a newer kvbridge_hf, or the import "
+            "of the module that registers it."
+        )
+    return _METHODS[name]
+
+
+@register_method
+class AffineMethod(MapperMethod):
+    """One affine map a target layer, head and kind; what a ridge regression fits (DESIGN 4, Heo et al. 2608.03893).
+
+    Keys are mapped from source content keys, values from source values. Features are the selected source layers in the
+    order of `selected_layers`, within a layer the source heads (all, or the assigned ones), within a head its channels.
+    """
+
+    name = "ridge"
+
+    def build(self, mapper: KVBridgeMapper) -> None:
+        config = mapper.config
+        layers, heads = config.target_geometry["num_layers"], config.target_geometry["num_kv_heads"]
+        head_dim = config.target_geometry["head_dim"]
+        for kind in ("key", "value"):
+            weight = torch.empty(layers, heads, config.num_features, head_dim)
+            mapper.register_parameter(f"{kind}_weight", nn.Parameter(weight))
+            mapper.register_parameter(f"{kind}_bias", nn.Parameter(torch.empty(layers, heads, head_dim)))
+
+    def init_weights(self, mapper: KVBridgeMapper) -> None:
+        for name in ("key_weight", "value_weight", "key_bias", "value_bias"):
+            nn.init.zeros_(getattr(mapper, name))
+
+    def map_layer(
+        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self._map(mapper, target_layer, source.keys, mapper.key_weight, mapper.key_bias)
+        values = self._map(mapper, target_layer, source.values, mapper.value_weight, mapper.value_bias)
+        return keys, values
+
+    @staticmethod
+    def _map(
+        mapper: KVBridgeMapper,
+        target_layer: int,
+        read: Callable[[int], torch.Tensor],
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        layers = mapper.config.selected_layers[target_layer]
+        weight, bias = weight[target_layer], bias[target_layer]
+        content = [read(layer).to(weight.device) for layer in layers]
+        if mapper.config.support == "full_head":
+            # (B, H_s, T, d_s) -> (B, T, H_s * d_s), then side by side in rank order.
+            features = torch.cat([layer.transpose(1, 2).flatten(2) for layer in content], dim=-1)
+            return map_full_head(features, weight, bias)
+        # (B, H_s, T, d_s) -> (B, H_t, T, block * d_s): each target head beside the channels of its own source heads.
+        gathered = []
+        for layer, heads in zip(content, mapper.source_heads[target_layer], strict=True):
+            picked = layer[:, heads.to(layer.device)]  # (B, H_t, block, T, d_s)
+            gathered.append(picked.transpose(2, 3).flatten(3))
+        return map_head_local(torch.cat(gathered, dim=-1), weight, bias)
+
+
+class KVBridgeMapper(PreTrainedModel):
+    """Maps a source model's keys and values to a target model's, both in content space.
+
+    The tensors are those of `config.method`. For `"ridge"`: `key_weight` and `value_weight` of shape `(target_layers,
+    target_heads, features, target_head_dim)`, `key_bias` and `value_bias` `(target_layers, target_heads,
+    target_head_dim)`. Buffers of every method: `selected_layers` `(target_layers, top_k)`, and with head-local support
+    `source_heads` `(target_layers, top_k, target_heads, block)`.
+
+    Raises:
+        ArtifactError: the config's fields do not fit each other.
+    """
+
+    config_class = KVBridgeConfig
+    base_model_prefix = ""
+    main_input_name = "source"
+    _no_split_modules: list[str] = []
+
+    selected_layers: torch.Tensor
+    source_heads: torch.Tensor
+
+    def __init__(self, config: KVBridgeConfig):
+        super().__init__(config)
+        config.check()
+        self.method = get_method(config.method)
+        self.register_buffer("selected_layers", torch.tensor(config.selected_layers, dtype=torch.long))
+        if config.support == "head_local":
+            self.register_buffer("source_heads", torch.tensor(config.head_assignment, dtype=torch.long))
+        self.method.build(self)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            self.method.init_weights(self)
+
+    def map_layer(self, target_layer: int, source: SourceContent) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map one target layer.
+
+        Returns:
+            Content keys and values, each `(batch, target_heads, tokens, target_head_dim)`, on the mapper's device; in
+            float32 unless source and mapper share a 16-bit dtype.
+        """
+        if source.num_layers != self.config.source_geometry["num_layers"]:
+            raise CacheMismatchError(
+                f"The mapper reads a source of {self.config.source_geometry['num_layers']} layers, got "
+                f"{source.num_layers}."
+            )
+        return self.method.map_layer(self, target_layer, source)
+
+    def forward(self, source: SourceContent) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Map all target layers; see [`map_layer`]."""
+        return [self.map_layer(layer, source) for layer in range(self.config.target_geometry["num_layers"])]
+
+    @classmethod
+    def identity(cls, geometry: Any, support: str = "full_head") -> KVBridgeMapper:
+        """Build the mapper of a model to itself: layer from layer, head from head, weight 1, bias 0.
+
+        Args:
+            geometry: a [`KVGeometry`], a model's config, or a model (whose fingerprint is then recorded too).
+            support: `"full_head"`, or `"head_local"` for the smaller of the two equal mappers.
+        """
+        from .fingerprint import model_fingerprint
+        from .geometry import KVGeometry
+
+        fingerprint: dict[str, Any] = {}
+        if isinstance(geometry, nn.Module):
+            fingerprint = model_fingerprint(geometry)
+            geometry = KVGeometry.from_model(geometry)
+        elif not isinstance(geometry, KVGeometry):
+            geometry = KVGeometry.from_config(geometry)
+        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+        config = KVBridgeConfig(
+            source_geometry=geometry.to_dict(),
+            target_geometry=geometry.to_dict(),
+            source_fingerprint=fingerprint,
+            target_fingerprint=dict(fingerprint),
+            support=support,
+            top_k=1,
+            selected_layers=[[layer] for layer in range(layers)],
+            head_assignment=[[[[head] for head in range(heads)]]] * layers if support == "head_local" else None,
+            num_sinks=0,
+            num_native_suffix=1,
+        )
+        mapper = cls(config)
+        with torch.no_grad():
+            eye = torch.eye(dim)
+            for weight in (mapper.key_weight, mapper.value_weight):
+                for head in range(heads):
+                    first = head * dim if support == "full_head" else 0
+                    weight[:, head, first : first + dim] = eye
+        return mapper.eval()
+
+
+AutoConfig.register(KVBridgeConfig.model_type, KVBridgeConfig)
+AutoModel.register(KVBridgeConfig, KVBridgeMapper)
+
+__all__ = ["KVBridgeMapper", "MapperMethod", "SourceContent", "get_method", "register_method"]
