@@ -23,9 +23,11 @@ class KVBridgeConfig(PreTrainedConfig):
             [`tokenizer_fingerprint`] of the tokenizer that both models share.
         method (`str`, defaults to `"ridge"`):
             The mapper method, a name registered with [`register_method`].
+        method_config (`dict`):
+            The method's own settings.
         support (`str`, defaults to `"full_head"`):
-            `"full_head"`: all heads of the selected source layers feed every target head. `"head_local"`: a target head
-            reads only the source heads assigned to it.
+            `"full_head"`: all heads of the selected source layers feed every target head. `"head_local"`: a target
+            head reads only the source heads assigned to it.
         top_k (`int`, defaults to 1):
             Source layers per target layer.
         selected_layers (`list[list[int]]`):
@@ -43,8 +45,6 @@ class KVBridgeConfig(PreTrainedConfig):
             Provenance of the fit, gate thresholds, and measured results. Cards show what stands here and nothing else.
         weight_hashes (`dict[str, str]`):
             SHA-256 of each weight file, written by [`KVBridgeMapper.save_pretrained`].
-        weight_scale (`dict[str, float]`):
-            Root mean square of each floating-point tensor, written by [`KVBridgeMapper.save_pretrained`].
     """
 
     model_type = "kvbridge"
@@ -67,11 +67,10 @@ class KVBridgeConfig(PreTrainedConfig):
     gates: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     weight_hashes: dict[str, str] | None = None
-    weight_scale: dict[str, float] | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers builds a config without arguments to find the defaults, so everything has to be optional here and
-        # is checked where a mapper is made (`check`).
+        # Transformers builds a config without arguments to find the defaults, so everything has to be optional here
+        # and is checked where a mapper is made (`check`).
         for name in (
             "source_geometry",
             "target_geometry",
@@ -82,7 +81,6 @@ class KVBridgeConfig(PreTrainedConfig):
             "gates",
             "evaluation",
             "weight_hashes",
-            "weight_scale",
         ):
             if getattr(self, name) is None:
                 setattr(self, name, {})

@@ -17,8 +17,8 @@ from .kernels import map_full_head, map_head_local
 class SourceContent:
     """What a mapper reads: the source's keys and values in content space, layer by layer, read when asked for.
 
-    Columns that `valid` calls padding are returned as zeros, so that nothing that stands in them (NaN included) reaches
-    a mapped token.
+    Columns that `valid` calls padding are returned as zeros, so that nothing that stands in them (NaN included)
+    reaches a mapped token.
 
     Args:
         keys, values: one tensor `(batch, source_heads, tokens, source_head_dim)` per source layer; keys without their
@@ -180,7 +180,7 @@ class MapperMethod:
     def map_layer(
         self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return content keys and values of one target layer, each `(batch, target_heads, tokens, target_head_dim)`."""
+        """Return content keys and values of a target layer, each `(batch, target_heads, tokens, target_head_dim)`."""
         raise NotImplementedError
 
 
@@ -201,8 +201,8 @@ def get_method(name: str) -> MapperMethod:
     """
     if name not in _METHODS:
         raise ArtifactError(
-            f"Unknown mapper method {name!r}; known: {sorted(_METHODS)}. It may need a newer kvbridge_hf, or the import "
-            "of the module that registers it."
+            f"Unknown mapper method {name!r}; known: {sorted(_METHODS)}. It may need a newer kvbridge_hf, or the "
+            "import of the module that registers it."
         )
     return _METHODS[name]
 
@@ -211,8 +211,9 @@ def get_method(name: str) -> MapperMethod:
 class AffineMethod(MapperMethod):
     """One affine map a target layer, head and kind; what a ridge regression fits (DESIGN 4, Heo et al. 2608.03893).
 
-    Keys are mapped from source content keys, values from source values. Features are the selected source layers in the
-    order of `selected_layers`, within a layer the source heads (all, or the assigned ones), within a head its channels.
+    Keys are mapped from source content keys, values from source values. Features are the selected source layers in
+    the order of `selected_layers`, within a layer the source heads (all, or the assigned ones), within a head its
+    channels.
     """
 
     name = "ridge"

@@ -1,6 +1,6 @@
 """The one place that decides which implementation of a map runs.
 
-Faster twins of the functions in `reference` are chosen here by device and dtype; callers import from this package only.
+Faster twins of the functions in `reference` are chosen here by device and dtype; callers import from this package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The maps in plain PyTorch: the definition that any faster kernel has to reproduce.
 
-Products are accumulated in float32. Where input and weight share a 16-bit dtype the matrix product runs in that dtype,
-whose accumulator is float32 in the BLAS libraries that PyTorch calls, and is rounded once; in every other case both are
-converted to float32 (float64 stays float64).
+Products are accumulated in float32. Where input and weight share a 16-bit dtype the matrix product runs in that
+dtype, whose accumulator is float32 in the BLAS libraries that PyTorch calls, and is rounded once; in every other case
+both are converted to float32 (float64 stays float64).
 """
 
 from __future__ import annotations
