@@ -1,0 +1,32 @@
+# Each target makes its own virtual environment and installs pinned versions into it.
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST_VENV ?= .venv-oldest
+STAMP := $(VENV)/.installed
+OLDEST_STAMP := $(OLDEST_VENV)/.installed
+
+.PHONY: demo test test-oldest lint
+
+demo: $(STAMP)
+	$(VENV)/bin/kvbridge demo
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest
+
+test-oldest: $(OLDEST_STAMP)
+	$(OLDEST_VENV)/bin/python -m pytest -m core
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy kvbridge_hf
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt torch numpy
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable ".[dev]"
+	touch $@
