@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from .configuration_kvbridge import KVBridgeConfig
 from .errors import ArtifactError, CacheMismatchError
+from .hub.artifact import ArtifactMixin
 from .kernels import map_full_head, map_head_local
 
 
@@ -261,13 +262,15 @@ class AffineMethod(MapperMethod):
         return map_head_local(torch.cat(gathered, dim=-1), weight, bias)
 
 
-class KVBridgeMapper(PreTrainedModel):
+class KVBridgeMapper(ArtifactMixin, PreTrainedModel):
     """Maps a source model's keys and values to a target model's, both in content space.
 
     The tensors are those of `config.method`. For `"ridge"`: `key_weight` and `value_weight` of shape `(target_layers,
     target_heads, features, target_head_dim)`, `key_bias` and `value_bias` `(target_layers, target_heads,
     target_head_dim)`. Buffers of every method: `selected_layers` `(target_layers, top_k)`, and with head-local support
     `source_heads` `(target_layers, top_k, target_heads, block)`.
+
+    How a mapper is saved, loaded and pushed stands in [`ArtifactMixin`].
 
     Raises:
         ArtifactError: the config's fields do not fit each other.

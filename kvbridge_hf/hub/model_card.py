@@ -1,0 +1,218 @@
+"""The model card of a mapper, made from its config and from nothing else.
+
+No number stands in a card that does not stand in the config: sizes follow from the geometries, the fit's facts are
+`config.fit`, results are `config.evaluation`, thresholds are `config.gates`.
+
+`config.evaluation["metrics"]` is a list of dicts, one a result, with `type` (the metric's name in lower case, such as
+`"retention"`), `value`, `dataset` (a name), and where known `name`, `low` and `high` (a confidence interval),
+`confidence`, `num_items`, `dataset_id`, `dataset_revision`, `split`, `task`. `config.evaluation["verdict"]` and
+`["command"]` are sentences.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import as_file, files
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..configuration_kvbridge import KVBridgeConfig
+
+LIBRARY_NAME = "kvbridge_hf"
+TAGS = ("kvbridge", "kv-cache")
+CITATIONS = {
+    "ridge": "Affine maps between KV caches by ridge regression on content-space keys: Heo et al., arXiv:2608.03893.",
+    "head_local": "Head-local support and receiver-sensitivity weights: Qu et al., arXiv:2609.00891.",
+}
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_REPO_ID_PLACEHOLDER = "path/or/id/of/this/mapper"
+
+
+def create_model_card(
+    config: KVBridgeConfig,
+    *,
+    repo_id: str | None = None,
+    source_id: str | None = None,
+    target_id: str | None = None,
+    num_parameters: int | None = None,
+    num_bytes: int | None = None,
+    has_custom_generate: bool = False,
+    license: str | None = None,
+    tags: Sequence[str] = (),
+) -> ModelCard:
+    """Build the card of a mapper.
+
+    Args:
+        config: the mapper's config.
+        repo_id: where the mapper will live; stands in the snippets.
+        source_id, target_id: Hub ids of the two models, where the fingerprints know them under another name.
+        num_parameters, num_bytes: size of the mapper.
+        has_custom_generate: whether the artifact carries `custom_generate/generate.py`.
+        license: licence of the mapper's weights; it depends on those of the two models, so there is no default.
+        tags: further tags.
+    """
+    source = _describe_model(config.source_fingerprint, config.source_geometry, source_id)
+    target = _describe_model(config.target_fingerprint, config.target_geometry, target_id)
+    metrics = _finite_metrics(config.evaluation)
+    title = f"{source['short_name']} to {target['short_name']}"
+    base_models = [model["name"] for model in (source, target) if model["is_known"]]
+    card_data = ModelCardData(
+        library_name=LIBRARY_NAME,
+        license=license,
+        base_model=base_models or None,
+        base_model_relation="adapter" if base_models else None,
+        tags=[*TAGS, *tags],
+        model_name=title if metrics else None,
+        eval_results=[_eval_result(metric) for metric in metrics] or None,
+        # The tags that the Hub makes of base_model do not say which of the two is which.
+        kvbridge={"source": source["name"], "target": target["name"], "method": config.method},
+    )
+    template = files(__package__) / "templates" / "mapper_card.md.jinja"
+    with as_file(template) as template_path:
+        return ModelCard.from_template(
+            card_data,
+            template_path=str(template_path),
+            title=title,
+            repo_id=repo_id or _REPO_ID_PLACEHOLDER,
+            source=source,
+            target=target,
+            has_custom_generate=has_custom_generate,
+            map_facts=_map_facts(config, num_parameters, num_bytes),
+            fit_facts=_fit_facts(config.fit),
+            metrics=[_metric_row(metric) for metric in metrics],
+            evaluation_command=config.evaluation.get("command"),
+            gate_facts=[(name, _text(value)) for name, value in config.gates.items()],
+            verdict=config.evaluation.get("verdict"),
+            position_limit=(
+                f"Positions from {config.max_calibrated_positions:,} on were not seen in calibration."
+                if config.max_calibrated_positions
+                else "It is not recorded up to which position this mapper was calibrated."
+            ),
+            num_sinks=config.num_sinks,
+            num_native_suffix=config.num_native_suffix,
+            citations=[CITATIONS[key] for key in (config.method, config.support) if key in CITATIONS]
+            or ["See the documentation of the method."],
+        )
+
+
+def public_name(name: str | None) -> tuple[str, bool]:
+    """Return a model's name as the world may see it, and whether it looks like a Hub id.
+
+    A model that was loaded from a folder is known by the folder's path. Only its last part is shown.
+    """
+    if name and _REPO_ID.fullmatch(name):
+        return name, "/" in name
+    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1] if name else ""
+    return last or "unnamed model", False
+
+
+def _describe_model(
+    fingerprint: Mapping[str, Any], geometry: Mapping[str, Any], known_id: str | None
+) -> dict[str, Any]:
+    name, is_known = (known_id, True) if known_id else public_name(fingerprint.get("name_or_path"))
+    revision = fingerprint.get("revision")
+    return {
+        "name": name,
+        "is_known": is_known,
+        "short_name": name.rsplit("/", 1)[-1],
+        "link": f"[{name}](https://huggingface.co/{name})" if is_known else f"`{name}`",
+        "revision": f"`{revision}`" if revision else "not recorded",
+        "revision_argument": f', revision="{revision}"' if revision and is_known else "",
+        "architecture": fingerprint.get("architecture") or geometry.get("model_type") or "not recorded",
+        "shape": " x ".join(str(geometry.get(field)) for field in ("num_layers", "num_kv_heads", "head_dim")),
+        "digest": f"`{str(fingerprint['kv_projections'])[:16]}`"
+        if fingerprint.get("kv_projections")
+        else "not recorded",
+    }
+
+
+def _map_facts(config: KVBridgeConfig, num_parameters: int | None, num_bytes: int | None) -> list[tuple[str, str]]:
+    supports = {"full_head": "all source heads feed every target head", "head_local": "assigned source heads only"}
+    facts = [
+        ("method", config.method),
+        ("support", f"{config.support}: {supports.get(config.support, '')}"),
+        ("source layers per target layer", str(config.top_k)),
+    ]
+    if num_parameters is not None:
+        facts.append(("parameters", f"{num_parameters:,}"))
+    if num_bytes is not None:
+        facts.append(("size", f"{num_bytes / 2**20:,.2f} MiB"))
+    return facts
+
+
+def _fit_facts(fit: Mapping[str, Any]) -> list[tuple[str, str]]:
+    facts = []
+    for name, value in fit.items():
+        if isinstance(value, Mapping):
+            facts += [(f"{name}: {inner}", _text(entry)) for inner, entry in value.items() if _is_plain(entry)]
+            facts += [(f"{name}: {inner}", _summary(entry)) for inner, entry in value.items() if _is_numbers(entry)]
+        elif _is_plain(value):
+            facts.append((name, _text(value)))
+        elif _is_numbers(value):
+            facts.append((name, _summary(value)))
+    return facts
+
+
+def _finite_metrics(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [metric for metric in evaluation.get("metrics", []) if _is_number(metric.get("value"))]
+
+
+def _eval_result(metric: Mapping[str, Any]) -> EvalResult:
+    """One result as the Hub's model-index has it; the interval goes into the metric's arguments."""
+    interval = {key: metric[key] for key in ("low", "high", "confidence", "num_items") if metric.get(key) is not None}
+    return EvalResult(
+        task_type=metric.get("task", "text-generation"),
+        dataset_type=metric.get("dataset_id") or _slug(metric["dataset"]),
+        dataset_name=metric["dataset"],
+        dataset_revision=metric.get("dataset_revision"),
+        dataset_split=metric.get("split"),
+        metric_type=metric["type"],
+        metric_name=metric.get("name"),
+        metric_value=metric["value"],
+        metric_args=interval or None,
+    )
+
+
+def _metric_row(metric: Mapping[str, Any]) -> dict[str, str]:
+    low, high, confidence = metric.get("low"), metric.get("high"), metric.get("confidence")
+    interval = "not recorded"
+    if _is_number(low) and _is_number(high):
+        interval = f"{low:.4g} to {high:.4g}" + (f" ({confidence:.0%})" if confidence else "")
+    return {
+        "name": metric.get("name") or metric["type"],
+        "value": f"{metric['value']:.4g}",
+        "interval": interval,
+        "dataset": metric["dataset"] + (f", {metric['split']}" if metric.get("split") else ""),
+        "count": str(metric.get("num_items") or "not recorded"),
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is not None and isinstance(value, (str, bool, int, float))
+
+
+def _is_numbers(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(_is_number, value))
+    )
+
+
+def _summary(values: Sequence[float]) -> str:
+    return f"mean {sum(values) / len(values):.4f}, minimum {min(values):.4f} over {len(values)} layers"
+
+
+def _text(value: Any) -> str:
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9/]+", "-", name.lower()).strip("-") or "unnamed"
