@@ -1,0 +1,5 @@
+"""Methods that turn calibration statistics into a mapper, one file a method."""
+
+from .config import FitConfig
+
+__all__ = ["FitConfig"]

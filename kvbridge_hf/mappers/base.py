@@ -1,0 +1,119 @@
+"""What a fit method is: statistics and settings in, a mapper out."""
+
+from __future__ import annotations
+
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+import torch
+
+from ..calibration.selection import Selection
+from ..calibration.statistics import CalibrationStatistics
+from ..calibration.weighting import SensitivityMoments
+from ..configuration_kvbridge import KVBridgeConfig
+from ..errors import FitConfigError
+from ..modeling_kvbridge import KVBridgeMapper
+from .config import FitConfig
+
+LIBRARIES = ("torch", "transformers", "kvbridge_hf")
+
+
+@dataclass
+class FitContext:
+    """All that a method may fit from.
+
+    Attributes:
+        statistics (`CalibrationStatistics`): Moments of the pair and their provenance.
+        config (`FitConfig`): Settings, with `top_k` as a number.
+        selection (`Selection`): Layers and heads of each target layer.
+        sensitivity (`SensitivityMoments`, *optional*): Weighted moments of the selected features.
+    """
+
+    statistics: CalibrationStatistics
+    config: FitConfig
+    selection: Selection
+    sensitivity: SensitivityMoments | None = None
+
+
+class FitMethod(ABC):
+    """One way to fit a mapper. A method is a subclass in a file of its own, registered under its name."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def fit(self, context: FitContext) -> KVBridgeMapper:
+        """Make the mapper."""
+
+    def mapper_config(self, context: FitContext, **facts: Any) -> KVBridgeConfig:
+        """The config of a mapper fitted from this context.
+
+        Args:
+            context: Of the fit.
+            facts: More entries of `config.fit`.
+        """
+        info, config, selection = context.statistics.info, context.config, context.selection
+        provenance = {
+            **config.to_dict(),
+            "method": self.name,
+            "tokens": context.statistics.train.tokens,
+            "heldout_tokens": context.statistics.heldout.tokens,
+            "selection_scored_on": selection.scored_on,
+            "libraries": library_versions(),
+            **{name: info[name] for name in PROVENANCE if name in info},
+            **facts,
+        }
+        return KVBridgeConfig(
+            source_geometry=info["source_geometry"],
+            target_geometry=info["target_geometry"],
+            source_fingerprint=info["source_fingerprint"],
+            target_fingerprint=info["target_fingerprint"],
+            tokenizer_fingerprint=info.get("tokenizer_fingerprint"),
+            method=self.name,
+            support=config.support,
+            top_k=config.top_k,
+            selected_layers=selection.layers,
+            head_assignment=selection.heads,
+            num_sinks=config.num_sinks,
+            num_native_suffix=config.num_native_suffix,
+            max_calibrated_positions=info.get("max_positions"),
+            fit=provenance,
+        )
+
+
+# Entries of the statistics' info that go into a mapper's provenance.
+PROVENANCE = ("sequences", "heldout_sequences", "skipped_sequences", "input_tokens", "dataset")
+
+_METHODS: dict[str, Callable[[], FitMethod]] = {}
+
+
+def register_fit(method: type[FitMethod]) -> type[FitMethod]:
+    """Class decorator that makes a method known under its `name`, the value of `FitConfig.method`."""
+    _METHODS[method.name] = method
+    return method
+
+
+def get_fit(name: str) -> FitMethod:
+    """The method registered under `name`."""
+    if name not in _METHODS:
+        raise FitConfigError(f"Unknown fit method {name!r}; there are {sorted(_METHODS)}.")
+    return _METHODS[name]()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that shape a fit."""
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = torch.__version__ if name == "torch" else version(name)
+        except PackageNotFoundError:
+            from .. import __version__
+
+            versions[name] = __version__
+    return versions
+
+
+__all__ = ["FitContext", "FitMethod", "get_fit", "library_versions", "register_fit"]

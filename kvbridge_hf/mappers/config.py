@@ -1,0 +1,191 @@
+"""Settings of a calibration and a fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ..errors import FitConfigError
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "method": ("ridge",),
+    "support": ("full_head", "head_local"),
+    "selection": ("r2", "r2_layer", "greedy"),
+    "selection_data": ("heldout", "train"),
+    "weighting": ("uniform", "sensitivity"),
+    "head_assignment": ("identity", "fitted"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "moments_dtype": ("float64", "float32"),
+    "short_sequences": ("error", "skip"),
+}
+
+# What a published system does, as far as a closed-form fit goes. `None` as top_k means min(8, source layers).
+_PRESETS: dict[str, dict[str, Any]] = {
+    "default": {"top_k": None},
+    # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
+    "paper": {
+        "top_k": 8,
+        "ridge_lambda": 0.01,
+        "selection": "r2",
+        "selection_data": "train",
+        "num_sinks": 0,
+        "num_native_suffix": 1,
+    },
+    # Qu et al. (CacheBridge), arXiv:2609.00891: matched heads only, receiver-sensitivity weights.
+    "cachebridge": {
+        "support": "head_local",
+        "top_k": 8,
+        "ridge_lambda": 0.01,
+        "weighting": "sensitivity",
+        "selection": "r2",
+        "selection_data": "train",
+        "num_sinks": 0,
+        "num_native_suffix": 1,
+    },
+}
+_PLANNED_PRESETS = {
+    "kvlrelay": "its defining part is KL training after the closed form, which this version does not have; "
+    "FitConfig(support='head_local') gives the closed form it starts from"
+}
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How to calibrate and fit a mapper.
+
+    Args:
+        method (`str`): The mapper method; `"ridge"`.
+        support (`str`): `"full_head"` (all heads of the selected source layers feed every target head) or
+            `"head_local"` (a target head reads its matched source heads only; 1/source_heads of the weights).
+        top_k (`int`, *optional*): Source layers per target layer. None takes min(8, source layers).
+        ridge_lambda (`float`): Penalty on the squared weights, added to the *summed* centred moments.
+        ridge_relative (`bool`): Multiply the penalty with the mean diagonal of the moments it is added to.
+        selection (`str`): How source layers are chosen. `"r2"`: R^2 of one source layer at a time from matched heads.
+            `"r2_layer"`: the same from all heads of the layer. `"greedy"`: forward selection, each step the layer that
+            raises the joint R^2 most.
+        selection_data (`str`): Which moments score a selection, `"heldout"` (`"train"` where nothing was held out) or
+            `"train"`. In-sample R^2 says nothing once the features outnumber the tokens.
+        greedy_candidates (`int`, *optional*): Only so many source layers, the best by single-layer R^2, enter the
+            greedy selection. None: `max(16, 2 * top_k)`.
+        weighting (`str`): `"uniform"`, or `"sensitivity"`: tokens weighted by how much the target's attention output
+            reacts to an error in them (a second pass over the data). Weights change coefficients only.
+        ess_per_feature (`float`): Sensitivity weights are shrunk towards uniform until the Kish effective sample size
+            reaches this many samples per feature.
+        num_sinks (`int`): First tokens of each sequence that are kept out of fit, weights and R^2; the target reads
+            them itself in a handoff.
+        num_native_suffix (`int`): Last tokens of a prompt that the target should run itself; stored as the mapper's
+            recommendation, does not change the fit.
+        token_stride (`int`): Use every so-manieth position after the sinks.
+        heldout_fraction (`float`): Share of the sequences kept out of the fit, chosen by a hash of their tokens.
+        head_assignment (`str`): Which source heads a target head is matched with. `"identity"`: by number
+            (head h reads floor(h * source_heads / target_heads), or its group of source heads where the source has
+            more). `"fitted"`: by R^2 from the data, for each pair of layers.
+        seed (`int`): Chooses the held-out sequences.
+        dtype (`str`): In which the mapper is stored.
+        moments_dtype (`str`): In which products of features are taken. `"float64"` makes a fit independent of how the
+            tokens were split, to rounding; `"float32"` is faster on GPUs with little float64 throughput. Sums and
+            solves are float64 in both.
+        short_sequences (`str`): What to do with a sequence that has no token left after the sinks, `"error"` or
+            `"skip"` (they are counted).
+
+    Raises:
+        FitConfigError: a value is out of range.
+    """
+
+    method: str = "ridge"
+    support: str = "full_head"
+    top_k: int | None = 8
+    ridge_lambda: float = 0.01
+    ridge_relative: bool = False
+    selection: str = "r2"
+    selection_data: str = "heldout"
+    greedy_candidates: int | None = None
+    weighting: str = "uniform"
+    ess_per_feature: float = 4.0
+    num_sinks: int = 4
+    num_native_suffix: int = 8
+    token_stride: int = 1
+    heldout_fraction: float = 0.1
+    head_assignment: str = "identity"
+    seed: int = 0
+    dtype: str = "float32"
+    moments_dtype: str = "float64"
+    short_sequences: str = "error"
+
+    def __post_init__(self):
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise FitConfigError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
+        for name, least in (("num_sinks", 0), ("num_native_suffix", 0), ("token_stride", 1), ("seed", 0)):
+            _check_int(name, getattr(self, name), least)
+        for name in ("top_k", "greedy_candidates"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
+        for name in ("ridge_lambda", "ess_per_feature", "heldout_fraction"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise FitConfigError(f"{name} must be a finite number >= 0, got {value!r}.")
+        if self.heldout_fraction >= 1:
+            raise FitConfigError(
+                f"heldout_fraction must be below 1, got {self.heldout_fraction!r}; 0.1 keeps a tenth of the sequences."
+            )
+        if not isinstance(self.ridge_relative, bool):
+            raise FitConfigError(f"ridge_relative must be True or False, got {self.ridge_relative!r}.")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> FitConfig:
+        """Settings of a published system or of this library, by name.
+
+        Args:
+            name: `"default"`, `"paper"` (Heo et al. 2608.03893) or `"cachebridge"` (Qu et al. 2609.00891).
+            overrides: Fields to change.
+        """
+        if name in _PLANNED_PRESETS:
+            raise FitConfigError(f"The preset {name!r} is not available: {_PLANNED_PRESETS[name]}.")
+        if name not in _PRESETS:
+            raise FitConfigError(f"Unknown preset {name!r}; there are {', '.join(sorted(_PRESETS))}.")
+        return cls.from_dict({**_PRESETS[name], **overrides})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FitConfig:
+        """Inverse of `to_dict`.
+
+        Raises:
+            FitConfigError: names the fields that do not exist.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise FitConfigError(f"Unknown fit settings {unknown}; there are {sorted(known)}.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def replace(self, **overrides: Any) -> FitConfig:
+        """A copy with some fields changed, checked again."""
+        return self.from_dict({**self.to_dict(), **overrides})
+
+    def resolve_top_k(self, source_layers: int) -> FitConfig:
+        """The same settings with `top_k` as a number that fits the source.
+
+        Raises:
+            FitConfigError: `top_k` is larger than the number of source layers.
+        """
+        if self.top_k is None:
+            return replace(self, top_k=min(8, source_layers))
+        if self.top_k > source_layers:
+            raise FitConfigError(
+                f"top_k={self.top_k} source layers asked for, but the source has {source_layers}; use top_k <= "
+                f"{source_layers}, or top_k=None for min(8, source layers)."
+            )
+        return self
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise FitConfigError(f"{name} must be an integer >= {least}, got {value!r}.")
+
+
+__all__ = ["FitConfig"]
