@@ -25,8 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..config_facts import text_config
 from ..errors import CalibrationError
-from ..geometry import text_config
 from .traces import Batch, TracedModel
 
 NAME = "kvbridge_probe"

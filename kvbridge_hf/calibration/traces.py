@@ -191,9 +191,13 @@ class TracedModel:
             )
         position_ids = positions_from_mask(batch.attention_mask.long())
         keys, values = [], []
+        cos_sin: dict[Any, Any] = {}
         for index, layer in enumerate(cache.layers):
             device = layer.keys.device
-            stripped = self.rotary.strip(_at_least_float32(layer.keys), position_ids.to(device), index)
+            rotation = (self.rotary.rotation_of(index), device)
+            if rotation not in cos_sin:  # the same for all layers of one kind
+                cos_sin[rotation] = self.rotary.cos_sin(position_ids.to(device), index)
+            stripped = self.rotary.strip_with(_at_least_float32(layer.keys), cos_sin[rotation], index)
             chosen = keep.to(device)
             keys.append(stripped.transpose(1, 2)[chosen])
             values.append(_at_least_float32(layer.values).transpose(1, 2)[chosen])
