@@ -1,0 +1,173 @@
+"""The command line: `kvbridge demo | fit | inspect | plan | generate`.
+
+Commands only read arguments, call the library and print; what they print stands in the library. Wrong arguments are
+answered in one line on stderr with exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import KVBridgeError
+
+app = typer.Typer(
+    name="kvbridge",
+    help="Hand a conversation from one language model to another by mapping its KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Source = Annotated[str, typer.Option("--source", help="Source model: folder or Hub id.")]
+Target = Annotated[str, typer.Option("--target", help="Target model: folder or Hub id.")]
+
+
+def _print(data: dict[str, Any], as_json: bool, text: str) -> None:
+    typer.echo(json.dumps(data, ensure_ascii=False) if as_json else text)
+
+
+@app.command()
+def demo(
+    pair: Annotated[str, typer.Option(help="Pair of the bundled family, as SOURCE-to-TARGET: s-to-m, m-to-l ...")] = "m-to-l",
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the mapper now instead of loading the bundled one.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="A text of your own instead of a Tinytown one.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 24,
+    questions: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 120,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each latency path.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """One model of the bundled family goes on from another one's cache, with the numbers that say how well."""
+    from .demo import run_demo, to_text
+
+    result = run_demo(
+        pair, fit=fit, prompt=prompt, max_new_tokens=max_new_tokens, num_questions=questions, latency_repeats=repeats
+    )
+    _print(result, as_json, to_text(result))
+
+
+@app.command()
+def fit(
+    source: Source,
+    target: Target,
+    dataset: Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset id.")],
+    output: Annotated[Path, typer.Option(help="Folder for the mapper.")],
+    preset: Annotated[str, typer.Option(help="Settings to start from.")] = "default",
+    support: Annotated[str | None, typer.Option(help="full_head or head_local.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Source layers per target layer.")] = None,
+    ridge_lambda: Annotated[float | None, typer.Option(help="Penalty on the summed moments.")] = None,
+    text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
+    num_sequences: Annotated[int | None, typer.Option(min=1, help="Use at most this many sequences.")] = None,
+    sequence_length: Annotated[int, typer.Option(min=8, help="Cut sequences to this many tokens.")] = 512,
+    token_stride: Annotated[int | None, typer.Option(min=1, help="Use every so-manieth token.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Fit a mapper for a pair and save it."""
+    from .fitting import fit_from_files
+
+    overrides = {
+        "support": support,
+        "top_k": top_k,
+        "ridge_lambda": ridge_lambda,
+        "token_stride": token_stride,
+    }
+    summary = fit_from_files(
+        source,
+        target,
+        dataset,
+        output,
+        preset=preset,
+        overrides={name: value for name, value in overrides.items() if value is not None},
+        text_column=text_column,
+        num_sequences=num_sequences,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+    )
+    lines = [f"{name}: {value}" for name, value in summary.items()]
+    _print(summary, as_json, "\n".join(lines))
+
+
+@app.command()
+def inspect(
+    mapper: Annotated[str, typer.Argument(help="A mapper: folder or Hub id.")],
+    revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what an artifact holds: geometry, support, hashes, scores. Weights are not downloaded."""
+    from .hub.inspection import inspect_artifact, to_text
+
+    facts = inspect_artifact(mapper, revision=revision)
+    _print(facts, as_json, to_text(facts))
+
+
+@app.command()
+def plan(
+    source: Source,
+    target: Target,
+    top_k: Annotated[int, typer.Option(min=1, help="Source layers per target layer.")] = 8,
+    support: Annotated[str, typer.Option(help="full_head or head_local.")] = "full_head",
+    as_json: Json = False,
+) -> None:
+    """Sizes and memory of a pair from its configs alone; no weights are downloaded."""
+    from .planning import plan_pair, to_text
+
+    result = plan_pair(source, target, support=support, top_k=top_k)
+    _print(result, as_json, to_text(result))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    source: Source,
+    target: Target,
+    mapper: Annotated[str, typer.Option(help="The mapper: folder or Hub id.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    do_sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    on_failure: Annotated[str, typer.Option(help="error, or prefill: the target then reads the prompt itself.")] = "error",
+    as_json: Json = False,
+) -> None:
+    """The source reads the prompt, the target goes on from the mapped cache."""
+    from .demo import generate_once
+
+    result = generate_once(
+        prompt, source, target, mapper, max_new_tokens, do_sample=do_sample, seed=seed, on_failure=on_failure
+    )
+    _print(result, as_json, result["text"])
+
+
+def main(args: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=args, prog_name="kvbridge", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KVBridgeError, FileNotFoundError) as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        # Typer's own errors (it may vendor Click, so not by class): a message in one line instead of a box of usage.
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return 2
+        if type(error).__name__ == "Abort":
+            return 130
+        if not hasattr(error, "format_message"):
+            raise
+        return _complain(error.format_message())
+
+
+def _complain(message: str) -> int:
+    print("kvbridge: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
