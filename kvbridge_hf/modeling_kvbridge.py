@@ -95,15 +95,14 @@ class SourceContent:
         Raises:
             CacheMismatchError: the cache holds fewer tokens than `stop`.
         """
-        first = cache.layers[0].keys
         stop = position_ids.shape[1] if stop is None else stop
-        if first is None or first.shape[2] < stop:
-            held = 0 if first is None else first.shape[2]
+        held = int(cache.get_seq_length()) if len(cache.layers) > 0 else 0
+        if held < stop:
             raise CacheMismatchError(
                 f"The source cache holds {held} tokens and {stop} are to be mapped. Pass the cache of exactly these "
                 "tokens, or none: the source then reads the prompt itself."
             )
-        batch = first.shape[0]
+        batch = cache.layers[0].keys.shape[0]
         position_ids = position_ids[:, start:stop].expand(batch, -1)
         if valid is not None:
             valid = valid[:, start:stop].to(torch.bool).expand(batch, -1)
@@ -324,11 +323,12 @@ class KVBridgeMapper(ArtifactMixin, PreTrainedModel):
             geometry: a [`KVGeometry`], a model's config, or a model (whose fingerprint is then recorded too).
             support: `"full_head"`, or `"head_local"` for the smaller of the two equal mappers.
         """
-        from .fingerprint import model_fingerprint
         from .geometry import KVGeometry
 
         fingerprint: dict[str, Any] = {}
         if isinstance(geometry, nn.Module):
+            from .fingerprint import model_fingerprint
+
             fingerprint = model_fingerprint(geometry)
             geometry = KVGeometry.from_model(geometry)
         elif not isinstance(geometry, KVGeometry):
