@@ -1,0 +1,246 @@
+"""What a handoff is, for a judgement, and the controls that any handoff has to beat.
+
+The target alone is the ceiling, no context the floor. Beside them stand the source alone and three caches that look
+like a handoff and should not work: the nearest source layer without a map, another prompt's mapped cache, and the
+tokens that the target read itself without any mapped ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from ..generation_kvbridge import KVBridge
+from ..geometry import KVGeometry
+from ..modeling_kvbridge import KVBridgeMapper
+from ..rotary import ContentRotary, positions_from_mask
+from .errors import EvaluationError
+from .flops import PrefillCost, handoff_flops, map_flops_per_token
+from .runs import Batch, cache_entries, cache_from_entries, run
+
+
+@runtime_checkable
+class Handoff(Protocol):
+    """Anything that gives the target a cache of a prompt.
+
+    Called with `input_ids` and `attention_mask` `(batch, tokens)`, padded on the left, it returns a cache of the
+    target for all but the last n columns; the target reads those itself (and the last one in any case). Two
+    attributes are optional:
+
+        num_sinks (int): first tokens of a row that the target computed itself (0 if missing);
+        flops(num_tokens) -> dict: `map` and `native`, the operations for a prompt of that many tokens.
+            Without it the cost of the handoff is not reported.
+    """
+
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Cache | None: ...
+
+
+class BridgeHandoff:
+    """The handoff of a [`KVBridge`] to a target.
+
+    Args:
+        bridge: the bridge, whose policy decides on native parts and on what a failure does.
+        target_model: the model that goes on.
+    """
+
+    def __init__(self, bridge: KVBridge, target_model: PreTrainedModel):
+        self.bridge = bridge
+        self.target_model = target_model
+        self._target_cost: PrefillCost | None = None
+
+    @property
+    def mapper(self) -> KVBridgeMapper:
+        return self.bridge.mapper
+
+    @property
+    def num_sinks(self) -> int:
+        """The policy's number of native first tokens, or else the mapper's."""
+        own = self.bridge.policy.num_sinks
+        return int(self.mapper.config.num_sinks if own is None else own)
+
+    @property
+    def num_native_suffix(self) -> int:
+        """The policy's number of native last tokens, or else the mapper's; at least 1."""
+        own = self.bridge.policy.num_native_suffix
+        return max(1, int(self.mapper.config.num_native_suffix if own is None else own))
+
+    def flops(self, num_tokens: int) -> dict[str, float]:
+        """Operations of one handoff; see [`~evaluation.flops.handoff_flops`]."""
+        if self._target_cost is None:
+            self._target_cost = PrefillCost.from_model(self.target_model)
+        return handoff_flops(
+            self._target_cost,
+            num_tokens,
+            map_per_token=map_flops_per_token(self.mapper),
+            num_sinks=self.num_sinks,
+            num_suffix=self.num_native_suffix,
+        )
+
+    def __call__(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, source_cache: Cache | None = None
+    ) -> Cache | None:
+        return self.bridge.handoff(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            source_cache=source_cache,
+            target_model=self.target_model,
+        )
+
+
+def as_handoff(source_model: PreTrainedModel, target_model: PreTrainedModel, given: Any) -> Handoff:
+    """A mapper, a bridge or a handoff as a handoff to the target.
+
+    Raises:
+        EvaluationError: it is none of these.
+        KVBridgeError: mapper and models do not fit.
+    """
+    if isinstance(given, KVBridgeMapper):
+        given = KVBridge(source_model, given)
+    if isinstance(given, KVBridge):
+        given.check_target(target_model)
+        return BridgeHandoff(given, target_model)
+    if callable(given) and not isinstance(given, torch.nn.Module):
+        return given
+    raise EvaluationError(
+        f"Cannot judge a {type(given).__name__}; give a KVBridgeMapper, a KVBridge or a callable (input_ids, "
+        "attention_mask) -> cache of the target."
+    )
+
+
+def leave_last_column(cache: Cache | None, columns: int) -> int:
+    """Columns that a handed-over cache holds, cut in place so that at least the last one is left to the target.
+
+    The first logits come from that column, in every condition alike.
+
+    Raises:
+        EvaluationError: the cache holds more columns than the prompt has.
+    """
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if held > columns:
+        raise EvaluationError(f"The handed-over cache holds {held} columns, the prompt has only {columns}.")
+    if cache is not None and held == columns and held > 0:
+        cache.crop(-1)
+        held -= 1
+    return held
+
+
+class OwnCache:
+    """The target's own cache, handed over: what a perfect handoff would give."""
+
+    num_sinks = 0
+
+    def __init__(self, target_model: PreTrainedModel, num_native_suffix: int = 1):
+        self.target_model = target_model
+        self.num_native_suffix = num_native_suffix
+
+    def flops(self, num_tokens: int) -> dict[str, float]:
+        """All of the target's own prefill."""
+        return {"map": 0.0, "native": PrefillCost.from_model(self.target_model).flops(num_tokens)}
+
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Cache | None:
+        held = input_ids.shape[1] - self.num_native_suffix
+        if held < 1:
+            return None
+        cache = cache_from_entries([])
+        positions = positions_from_mask(attention_mask)[:, :held]
+        run(self.target_model, cache, input_ids[:, :held], attention_mask[:, :held], position_ids=positions)
+        return cache
+
+
+def unmapped_reason(source_model: PreTrainedModel, target_model: PreTrainedModel) -> str | None:
+    """Why the unmapped control does not exist for a pair, or None where it does."""
+    source, target = KVGeometry.from_model(source_model), KVGeometry.from_model(target_model)
+    shapes = [(geometry.num_kv_heads, geometry.head_dim) for geometry in (source, target)]
+    if shapes[0] == shapes[1]:
+        return None
+    return (
+        "not defined: the source has {} KV heads of width {}, the target {} of width {}, so a source layer cannot "
+        "stand in for a target layer without a map"
+    ).format(*shapes[0], *shapes[1])
+
+
+def nearest_layer(target_layer: int, num_target_layers: int, num_source_layers: int) -> int:
+    """Source layer at the same relative depth, first on first and last on last."""
+    if num_target_layers == 1:
+        return num_source_layers - 1
+    return round(target_layer * (num_source_layers - 1) / (num_target_layers - 1))
+
+
+class UnmappedHandoff:
+    """The unmapped control: each target layer gets the nearest source layer, its keys re-rotated for the target.
+
+    Args:
+        source_model, target_model: a pair for which [`unmapped_reason`] is None.
+        num_sinks, num_native_suffix: native parts, those of the handoff that the control stands beside.
+    """
+
+    def __init__(
+        self,
+        source_model: PreTrainedModel,
+        target_model: PreTrainedModel,
+        num_sinks: int = 0,
+        num_native_suffix: int = 1,
+    ):
+        self.source_model, self.target_model = source_model, target_model
+        self.num_sinks, self.num_native_suffix = num_sinks, num_native_suffix
+        self.source_rotary = ContentRotary.from_model(source_model)
+        self.target_rotary = ContentRotary.from_model(target_model)
+
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Cache | None:
+        held = input_ids.shape[1] - self.num_native_suffix
+        if held < 1:
+            return None
+        source_cache = OwnCache(self.source_model, self.num_native_suffix)(input_ids, attention_mask)
+        source = cache_entries(source_cache)
+        positions = positions_from_mask(attention_mask)[:, :held].to(self.target_model.device)
+        num_layers = KVGeometry.from_model(self.target_model).num_layers
+        entries = []
+        for layer in range(num_layers):
+            nearest = nearest_layer(layer, num_layers, len(source))
+            keys, values = (states.to(self.target_model.device, self.target_model.dtype) for states in source[nearest])
+            content = self.source_rotary.strip(keys, positions, nearest)
+            entries.append((self.target_rotary.apply(content, positions, layer), values))
+        entries = with_native_sinks(
+            self.target_model, entries, input_ids[:, :held], attention_mask[:, :held], self.num_sinks
+        )
+        return cache_from_entries(entries)
+
+
+def with_native_sinks(
+    target_model: PreTrainedModel,
+    entries: list[tuple[torch.Tensor, torch.Tensor]],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    num_sinks: int,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Entries in which the first `num_sinks` tokens of each row are the target's own."""
+    num_sinks = min(num_sinks, input_ids.shape[1])
+    if num_sinks < 1:
+        return entries
+    device = entries[0][0].device
+    input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+    # The first real column of a row, then the columns of its sinks; a row with fewer tokens ends in padding.
+    first = attention_mask.argmax(1, keepdim=True)
+    columns = first + torch.arange(num_sinks, device=device)
+    inside = columns < input_ids.shape[1]
+    columns = columns.clamp_max(input_ids.shape[1] - 1)
+    mask = attention_mask.gather(1, columns) * inside
+    cache = cache_from_entries([])
+    run(target_model, cache, input_ids.gather(1, columns), mask)
+    merged = []
+    for (keys, values), own in zip(entries, cache_entries(cache), strict=True):
+        rows, sinks = mask.bool().nonzero(as_tuple=True)
+        keys, values = keys.clone(), values.clone()
+        for mixed, exact in ((keys, own[0]), (values, own[1])):
+            mixed[rows, :, columns[rows, sinks]] = exact[rows, :, sinks].to(mixed.dtype)
+        merged.append((keys, values))
+    return merged
+
+
+def native_only_mask(batch: Batch, held: int, num_sinks: int) -> torch.Tensor:
+    """The prefix mask `(prefixes, columns)` without the mapped tokens; sinks and the columns from `held` on stay."""
+    position = positions_from_mask(batch.prefix_mask)
+    column = torch.arange(batch.prefix_mask.shape[1])
+    return batch.prefix_mask * ((position < num_sinks) | (column >= held))

@@ -1,0 +1,118 @@
+"""What a handoff costs, as a share of the target's own prefill.
+
+Counted are multiply-adds as two operations each:
+
+* linear layers of the decoder: `2 * in_features * out_features` a token (of a mixture of experts, the active ones);
+* attention: `4 * num_query_heads * head_dim` for every (query, key) pair, in each layer;
+* the map: two for every weight that a token meets.
+
+Left out on both sides are embeddings, norms, activations, rotations, softmax and the output layer (which runs for the
+last token only, whichever way the cache came about).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..config_facts import decoder_of, text_config
+from .errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """FLOPs of reading tokens with a model.
+
+    Attributes:
+        linear_per_token: operations of all linear layers for one token.
+        attention_per_pair: operations of all layers' attention for one query looking at one key.
+    """
+
+    linear_per_token: float
+    attention_per_pair: float
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> PrefillCost:
+        """Counts the layers of a causal LM; weights on the meta device will do."""
+        config = text_config(model.config)  # type: ignore[arg-type]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        linear = 0.0
+        for module in decoder_of(model).modules():
+            # Quantised layers keep these two names and not the shape of the weight.
+            inner, outer = getattr(module, "in_features", None), getattr(module, "out_features", None)
+            if isinstance(inner, int) and isinstance(outer, int):
+                linear += 2.0 * inner * outer
+                continue
+            # Experts are held as stacked matrices (experts, in, out), of which a token meets a few.
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 3:
+                    linear += 2.0 * parameter.numel() * _active_share(config, parameter.shape[0])
+        if linear == 0.0:
+            raise EvaluationError(f"Found no linear layers in {type(model).__name__}; its FLOPs cannot be counted.")
+        return cls(linear, 4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim)
+
+    def flops(self, num_tokens: int, num_before: int = 0) -> float:
+        """Operations for `num_tokens` tokens after `num_before` tokens that the cache holds."""
+        pairs = num_tokens * num_before + num_tokens * (num_tokens + 1) / 2
+        return self.linear_per_token * num_tokens + self.attention_per_pair * pairs
+
+
+def _active_share(config: Any, num_experts: int) -> float:
+    active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    return min(1.0, active / num_experts) if active else 1.0
+
+
+def map_flops_per_token(mapper: Any) -> float:
+    """Operations of a mapper for one token.
+
+    That is what the mapper's `flops_per_token()` or its method's `flops_per_token(mapper)` says, else two a weight of
+    a linear map.
+    """
+    if callable(own := getattr(mapper, "flops_per_token", None)):
+        return float(own())
+    if callable(own := getattr(getattr(mapper, "method", None), "flops_per_token", None)):
+        return float(own(mapper))
+    weights = [getattr(mapper, name, None) for name in ("key_weight", "value_weight")]
+    if any(weight is None for weight in weights):
+        raise EvaluationError(
+            f"{type(mapper).__name__} has neither flops_per_token() nor key_weight and value_weight; "
+            "give it flops_per_token() so that its cost can be reported."
+        )
+    return 2.0 * sum(weight.numel() for weight in weights if weight is not None)
+
+
+def handoff_flops(
+    target: PrefillCost, num_tokens: int, *, map_per_token: float, num_sinks: int, num_suffix: int
+) -> dict[str, float]:
+    """Operations of one handoff of a prompt, part by part.
+
+    Args:
+        target: the target's cost of reading tokens itself.
+        num_tokens: tokens of the prompt.
+        map_per_token: operations of the map for one token.
+        num_sinks: first tokens that the target reads itself.
+        num_suffix: last tokens that the target reads itself, on top of all before them.
+
+    Returns:
+        `map`, `native` (sinks and suffix), `total`, and `prefill`, what the target would have spent alone.
+    """
+    suffix = min(num_suffix, num_tokens)
+    sinks = min(num_sinks, num_tokens - suffix)
+    mapped = num_tokens - suffix - sinks
+    native = target.flops(sinks) + target.flops(suffix, num_before=num_tokens - suffix)
+    parts = {"map": map_per_token * mapped, "native": native}
+    return {**parts, "total": sum(parts.values()), "prefill": target.flops(num_tokens)}
+
+
+def share_of_prefill(costs: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Shares of the target's prefill that a set of handoffs spent, sums over sums."""
+    totals: dict[str, float] = {}
+    for cost in costs:
+        for part, value in cost.items():
+            totals[part] = totals.get(part, 0.0) + value
+    if not totals.get("prefill"):
+        raise EvaluationError("No handoff with a prompt was given, so there is no prefill to compare with.")
+    return {part: value / totals["prefill"] for part, value in totals.items() if part != "prefill"}
