@@ -36,7 +36,7 @@ def statistics_of(train: Trace, heldout: Trace | None, support: str = "full_head
 
 
 def ridge_r2(x, y, x_eval, y_eval, penalty):
-    """R^2 of a ridge fit of one head, written down once more with numpy: variance-weighted over the head's channels."""
+    """R^2 of a ridge fit of one head, written down once more with numpy; the head's channels are summed over."""
     x_mean, y_mean = x.mean(0), y.mean(0)
     xc, yc = x - x_mean, y - y_mean
     w = np.linalg.solve(xc.T @ xc + penalty * np.eye(x.shape[1]), xc.T @ yc)

@@ -134,7 +134,6 @@ def collect_statistics(
                 part.update(found)
             elif bool(chosen.any()):
                 part.update(found.select(chosen))
-    _check_enough(statistics, config)
     return statistics
 
 
@@ -201,8 +200,7 @@ def _select(statistics: CalibrationStatistics, config: FitConfig) -> tuple[FitCo
                 f"The statistics were collected with {name}={statistics.info[name]!r}, the fit asks for "
                 f"{getattr(config, name)!r}. Use FitConfig({name}={statistics.info[name]!r}) or collect again."
             )
-    if statistics.train.tokens < 2:
-        raise CalibrationError(f"The statistics hold {statistics.train.tokens} tokens to fit on; collect more.")
+    _check_enough(statistics, config)
     with torch.no_grad():
         return config, select(statistics, config)
 
@@ -248,9 +246,10 @@ def _heldout_rows(batch: Batch, config: FitConfig) -> torch.Tensor:
 
 
 def _check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
+    """Refuse statistics without tokens and say what is missing, for a fit."""
     info = statistics.info
     if statistics.train.tokens < 2:
-        heldout, skipped = info["heldout_sequences"], info["skipped_sequences"]
+        heldout, skipped = info.get("heldout_sequences"), info.get("skipped_sequences")
         if heldout:
             raise CalibrationError(
                 f"All {heldout} usable sequences fell into the held-out part (heldout_fraction="
@@ -269,10 +268,10 @@ def _check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
         logger.warning(
             "None of the %d sequences was held out (heldout_fraction=%s takes them by a hash), so layers are selected "
             "on the fitted tokens and no held-out R^2 is reported. Use more sequences or a larger fraction.",
-            info["sequences"],
+            info.get("sequences"),
             config.heldout_fraction,
         )
-    if info["skipped_sequences"]:
+    if info.get("skipped_sequences"):
         logger.warning("%d sequences were too short and left out.", info["skipped_sequences"])
 
 

@@ -92,13 +92,14 @@ def token_sensitivity(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     place = torch.arange(tokens, device=key.device)
-    seen = attention_mask[:, None, :] & (place <= columns[..., None])  # B, J, T
-    seen = seen[:, None].repeat(1, 1, groups, 1)  # B, 1, groups * J, T
+    # A query always sees its own token; one that is not there would else see nothing, and its softmax would be NaN
+    own = place == columns[..., None]
+    seen = attention_mask[:, None, :] & (place <= columns[..., None]) | own  # B, J, T
+    before = seen & ~own & present[..., None]  # only the prefix counts: not the query's own token
+    seen, before = (which[:, None].repeat(1, 1, groups, 1) for which in (seen, before))  # B, 1, groups * J, T
     weights = logits.masked_fill(~seen, -float("inf")).softmax(dim=-1)
     output = weights @ value
-    # Only the prefix counts: not the query's own token, and nothing of a query that is not there
-    before = (place < columns[..., None]) & present[..., None]
-    squared = weights.square() * before[:, None].repeat(1, 1, groups, 1)
+    squared = weights.square() * before
     distance = (
         value.square().sum(dim=-1).unsqueeze(2) - 2 * output @ value.mT + output.square().sum(dim=-1).unsqueeze(3)
     ).clamp(min=0)
