@@ -33,8 +33,14 @@ def _existing(kind: str, name: str) -> Path:
     folder = family_folder() / kind
     path = folder / name
     if not path.exists():
-        there = sorted(entry.stem for entry in folder.iterdir() if not entry.name.startswith(".")) if folder.is_dir() else []
-        raise BundledFileError(f"No bundled {kind.rstrip('s')} is named {path.stem!r}; there are: {', '.join(there) or 'none'}.")
+        there = (
+            sorted(entry.stem for entry in folder.iterdir() if not entry.name.startswith("."))
+            if folder.is_dir()
+            else []
+        )
+        raise BundledFileError(
+            f"No bundled {kind.rstrip('s')} is named {path.stem!r}; there are: {', '.join(there) or 'none'}."
+        )
     return path
 
 

@@ -35,7 +35,9 @@ def _print(data: dict[str, Any], as_json: bool, text: str) -> None:
 
 @app.command()
 def demo(
-    pair: Annotated[str, typer.Option(help="Pair of the bundled family, as SOURCE-to-TARGET: s-to-m, m-to-l ...")] = "m-to-l",
+    pair: Annotated[
+        str, typer.Option(help="Pair of the bundled family, as SOURCE-to-TARGET: s-to-m, m-to-l ...")
+    ] = "m-to-l",
     fit: Annotated[bool, typer.Option("--fit", help="Fit the mapper now instead of loading the bundled one.")] = False,
     prompt: Annotated[str | None, typer.Option(help="A text of your own instead of a Tinytown one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 24,
@@ -131,7 +133,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     do_sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy decoding.")] = False,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    on_failure: Annotated[str, typer.Option(help="error, or prefill: the target then reads the prompt itself.")] = "error",
+    on_failure: Annotated[
+        str, typer.Option(help="error, or prefill: the target then reads the prompt itself.")
+    ] = "error",
     as_json: Json = False,
 ) -> None:
     """The source reads the prompt, the target goes on from the mapped cache."""

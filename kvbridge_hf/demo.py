@@ -37,7 +37,9 @@ def read_texts(path: Path, limit: int | None = None) -> list[str]:
         return [json.loads(line)["text"] for number, line in enumerate(file) if limit is None or number < limit]
 
 
-def fit_bundled(source: PreTrainedModel, target: PreTrainedModel, tokenizer: Any, preset: str = "default") -> KVBridgeMapper:
+def fit_bundled(
+    source: PreTrainedModel, target: PreTrainedModel, tokenizer: Any, preset: str = "default"
+) -> KVBridgeMapper:
     """Fit a mapper on the bundled calibration texts."""
     from .calibration.driver import fit_mapper
     from .mappers.config import FitConfig

@@ -83,7 +83,12 @@ def fit_from_files(
         for start in range(0, len(texts), batch_size)
     ]
     mapper = fit_mapper(
-        source_model, target_model, batches, config, tokenizer=tokenizer, dataset={"file": path.name, "texts": len(texts)}
+        source_model,
+        target_model,
+        batches,
+        config,
+        tokenizer=tokenizer,
+        dataset={"file": path.name, "texts": len(texts)},
     )
     mapper.save_pretrained(output)
     provenance = mapper.config.fit

@@ -177,9 +177,7 @@ class Writer:
         else:
             # The pair (listener, thing) and the pair (teller, thing) occur once, so that both questions have one answer.
             used = world.told
-            options = [
-                t for t in W.THINGS if not any(t == u and (person == a or other == b) for a, b, u in used)
-            ]
+            options = [t for t in W.THINGS if not any(t == u and (person == a or other == b) for a, b, u in used)]
             thing = rng.choice(options)
             used.append((person, other, thing))
             self.add(self.pick(W.EVENTS["tell"], p=person, q=other, t=thing))
@@ -341,7 +339,9 @@ def chat_document(writer: Writer, length: int) -> list[Segment]:
         for _ in range(rng.randint(1, 4)):
             if not writer.fact() or rng.random() < 0.3:
                 writer.event()
-        asked = writer.question(held_out=writer.split == "test" and rng.random() < 0.5) if rng.random() < 0.75 else None
+        asked = (
+            writer.question(held_out=writer.split == "test" and rng.random() < 0.5) if rng.random() < 0.75 else None
+        )
         if asked is None:
             writer.add(f"<|end|> <|assistant|> {rng.choice(W.ASSISTANT_REPLIES)} <|end|>")
             continue

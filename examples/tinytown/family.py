@@ -26,6 +26,7 @@ class Member:
     rope_theta: float = 10_000.0
     starts_from: str | None = None
     genre: str | None = None
+    scaled_init: bool = True  # see scale_initial_weights in train.py
 
     def config(self, tokenizer) -> PretrainedConfig:
         return self.config_class(
@@ -49,7 +50,9 @@ class Member:
 FAMILY = {
     "tinytown-s": Member(Qwen3Config, 2, 96, 192, 4, 2, 32, 12_000_000, 2e-3, seed=11),
     "tinytown-m": Member(Qwen3Config, 4, 160, 384, 4, 2, 32, 16_000_000, 1.5e-3, seed=12),
-    "tinytown-l": Member(LlamaConfig, 6, 192, 416, 6, 2, 32, 16_000_000, 1e-3, seed=13, rope_theta=50_000.0),
+    "tinytown-l": Member(
+        LlamaConfig, 6, 192, 416, 6, 2, 32, 16_000_000, 1e-3, seed=13, rope_theta=50_000.0, scaled_init=False
+    ),
     "tinytown-w": Member(Qwen3Config, 3, 128, 256, 4, 4, 24, 12_000_000, 2e-3, seed=14),
     "tinytown-m-diary": Member(
         Qwen3Config, 4, 160, 384, 4, 2, 32, 1_500_000, 3e-4, seed=15, starts_from="tinytown-m", genre="diary"

@@ -1,6 +1,6 @@
 """Answer accuracy of the Tinytown models with and without the context, overall and by kind of question.
 
-    python examples/tinytown/score.py examples/tinytown/models --questions examples/tinytown/questions/test.jsonl
+python examples/tinytown/score.py examples/tinytown/models --questions examples/tinytown/questions/test.jsonl
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def accuracy(model, tokenizer, rows: list[dict], with_context: bool, batch_size:
         chunk = order[start : start + batch_size]
         inputs = tokenizer([prompts[i] for i in chunk], return_tensors="pt", padding=True, return_token_type_ids=False)
         positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        logits = model(**inputs.to(model.device), position_ids=positions.to(model.device), logits_to_keep=1).logits[:, -1]
+        logits = model(**inputs.to(model.device), position_ids=positions.to(model.device), logits_to_keep=1).logits[
+            :, -1
+        ]
         for row, i in zip(logits, chunk, strict=True):
             ids = [tokenizer.encode(choice, add_special_tokens=False)[0] for choice in rows[i]["choices"]]
             hit = int(row[ids].argmax()) == rows[i]["answer"]

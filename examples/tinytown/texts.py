@@ -1,6 +1,6 @@
 """Running text from Tinytown worlds, for calibration and for judging: one JSON object with ``text`` a line.
 
-    python examples/tinytown/texts.py examples/tinytown/texts
+python examples/tinytown/texts.py examples/tinytown/texts
 """
 
 from __future__ import annotations

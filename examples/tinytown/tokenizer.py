@@ -1,6 +1,6 @@
 """The tokenizer of the Tinytown family: one entry a word, bytes for everything else, and a chat template.
 
-    python examples/tinytown/tokenizer.py FOLDER
+python examples/tinytown/tokenizer.py FOLDER
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<unk>"]
-PUNCTUATION = list('.,?:;"-!\'')
+PUNCTUATION = list(".,?:;\"-!'")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|>"
     "{% if not loop.last %} {% endif %}{% endfor %}{% if add_generation_prompt %} <|assistant|>{% endif %}"

@@ -58,7 +58,9 @@ LESSONS = (
 TOKENS_PER_STEP = 2048
 
 
-def make_batch(encode: SegmentEncoder, lesson: Lesson, previous: Lesson | None, genre: str | None, seed: str, split: str):
+def make_batch(
+    encode: SegmentEncoder, lesson: Lesson, previous: Lesson | None, genre: str | None, seed: str, split: str
+):
     """``input_ids``, ``labels`` and loss weights of one step, padded on the right: a function of its arguments alone."""
     rng = random.Random(seed)
     length = rng.choice(lesson.lengths)
@@ -105,6 +107,17 @@ def learning_rate(member: Member, step: int, tokens: int, budget: int) -> float:
     return member.peak_lr * warm * fall
 
 
+@torch.no_grad()
+def scale_initial_weights(model) -> None:
+    """Let the embeddings speak first: with one standard deviation for all weights, what the untrained layers write is an
+    order louder than the token itself, and the models take several times as long to learn lookups.
+    """
+    model.get_input_embeddings().weight.normal_(0.0, 1.0)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.mul_((2 * len(model.model.layers)) ** -0.5)
+
+
 def save_checkpoint(accelerator: Accelerator, folder: Path, state: dict) -> None:
     """Written beside the last one and moved into place, so that a kill leaves one of the two whole."""
     fresh, old = folder / "checkpoint.new", folder / "checkpoint"
@@ -148,6 +161,8 @@ def train(name: str, runs: Path, budget: int | None, checkpoint_tokens: int, log
         first_lesson = len(LESSONS) - 1
     else:
         model = AutoModelForCausalLM.from_config(member.config(tokenizer), dtype=torch.float32)
+        if member.scaled_init:
+            scale_initial_weights(model)
         first_lesson = 0
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=member.peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -218,7 +233,9 @@ def finish(model, tokenizer, folder: Path, state: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(FAMILY)}; all when none is named")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"any of {', '.join(FAMILY)}; all when none is named"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/tinytown"), help="folder for checkpoints and results")
     parser.add_argument("--tokens", type=int, help="budget in tokens; may differ when a run is resumed")
     parser.add_argument("--checkpoint-tokens", type=int, default=500_000)

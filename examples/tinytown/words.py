@@ -112,13 +112,22 @@ HELD_OUT_QUESTIONS = {
 DIARY = {
     "open": ["Diary of {f}.", "My diary, written down by {f}."],
     "day": ["{day}.", "Again it is {day}.", "Dear diary, today is {day}."],
-    "city": ["I heard that {p} lives in {v}.", "I went to see the house of {p} in {v}.", "I learned: {p} lives in {v}."],
+    "city": [
+        "I heard that {p} lives in {v}.",
+        "I went to see the house of {p} in {v}.",
+        "I learned: {p} lives in {v}.",
+    ],
     "job": ["I saw {p} at work, as a {v}.", "I heard that {p} works as a {v}."],
     "color": ["I asked {p} which color is best and the answer was {v}."],
     "friend": ["I met {p} and then {v}, the friend of {p}."],
     "coins": ["I lost a game, so now {p} has {v} coins."],
     "thing": ["I saw the {v} in the house of {p}.", "I gave my {v} to {p}."],
-    "filler": ["I was so tired today.", "I did not sleep well.", "My dinner was cold again.", "I feel happy and warm."],
+    "filler": [
+        "I was so tired today.",
+        "I did not sleep well.",
+        "My dinner was cold again.",
+        "I feel happy and warm.",
+    ],
     "ask": ["I asked myself:", "I want to remember this:"],
 }
 SYSTEM_PROMPTS = ["You know this town well.", "Answer from what you read.", "You are a good friend."]
