@@ -7,9 +7,10 @@ import logging
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from models import tiny_model
 from test_selection import features, linked_trace, target_of
-from test_statistics import SIZES, collect, random_trace
+from test_statistics import SIZES, collect
 from transformers import DynamicCache
 
 from kvbridge_hf.cache_argument import cache_kwargs
@@ -92,6 +93,13 @@ def test_what_stands_in_padded_columns_reaches_nothing(small, large):
     for filler in (80, -100, 10**6):
         other = trace(small, large, padded(rows, "left", filler=filler))
         assert torch.equal(one.source_keys, other.source_keys) and torch.equal(one.target_values, other.target_values)
+
+
+def test_models_offloaded_by_accelerate_are_traced(small, large):
+    offloaded = cpu_offload(tiny_model("llama", num_layers=3, seed=2), execution_device="cpu")
+    ids = tokens(2, 9)
+    expected, found = trace(small, large, ids), trace(small, offloaded, ids)
+    assert torch.equal(found.target_keys, expected.target_keys)
 
 
 def test_nan_names_model_layer_and_sequence(small, large):
@@ -684,7 +692,3 @@ def test_the_mapper_is_stored_in_the_dtype_asked_for(small, large, dtype):
     mapper = fit_mapper(small, large, [tokens(4, 20)], FitConfig(top_k=1, dtype=dtype))
     assert {parameter.dtype for parameter in mapper.parameters()} == {getattr(torch, dtype)}
     assert mapper.selected_layers.dtype == torch.long and not mapper.training
-
-
-def test_random_trace_of_helpers_varies():
-    assert random_trace(4, 0).source_keys.std() > 0.1

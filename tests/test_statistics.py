@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvbridge_hf.calibration.layout import StatisticsLayout, identity_blocks
-from kvbridge_hf.calibration.moments import Moments
+from kvbridge_hf.calibration.moments import Moments, exact_matmul
 from kvbridge_hf.calibration.solve import solve_ridge
 from kvbridge_hf.calibration.statistics import CalibrationStatistics, Statistics
 from kvbridge_hf.calibration.traces import Trace
@@ -164,6 +164,36 @@ def test_weighted_moments_equal_numpy_and_scale():
     twice = Moments.zeros(2, 6, 3)
     twice.update(x, y, 2 * w)
     assert_same(twice, moments.scaled(2.0), 1e-12)
+
+
+def test_a_weight_of_two_is_a_token_seen_twice():
+    trace = random_trace(40)
+    weights = torch.ones(40)
+    weights[10:15] = 2
+    weighted = Statistics.zeros(StatisticsLayout("full_head", **SIZES))
+    weighted.update(trace, weights)
+    twice = collect(trace, "full_head", [torch.arange(40), torch.arange(10, 15)])
+    for name in ("weight", "x_mean", "y_mean", "gram", "cross", "power"):
+        torch.testing.assert_close(getattr(weighted.moments, name), getattr(twice.moments, name))
+
+
+def test_products_are_exact_whatever_tf32_and_autocast_say():
+    settings = torch.backends.cuda.matmul
+    name, reduced = ("fp32_precision", "tf32") if hasattr(settings, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(settings, name)
+    x, y = torch.randn(1, 50, 8), torch.randn(1, 50, 3)
+    plain, inside = Moments.zeros(1, 8, 3), Moments.zeros(1, 8, 3)
+    plain.update(x, y, products=torch.float32)
+    try:
+        setattr(settings, name, reduced)
+        with torch.autocast("cpu", dtype=torch.bfloat16), exact_matmul():
+            assert getattr(settings, name) != reduced
+        assert getattr(settings, name) == reduced
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside.update(x, y, products=torch.float32)
+    finally:
+        setattr(settings, name, before)
+    assert torch.equal(plain.gram, inside.gram) and torch.equal(plain.cross, inside.cross)
 
 
 def test_residual_expands_into_heldout_moments():

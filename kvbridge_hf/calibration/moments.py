@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,13 +26,16 @@ CHUNK_BYTES = 256 * 1024**2
 @contextmanager
 def exact_matmul() -> Iterator[None]:
     """No TF32 and no autocast: products keep the precision of their inputs."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    settings: Any = torch.backends.cuda.matmul
+    # Newer PyTorch names the setting differently and refuses to read the old name once the new one was used.
+    name, exact = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(settings, name)
+    setattr(settings, name, exact)
     try:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        setattr(settings, name, before)
 
 
 @dataclass

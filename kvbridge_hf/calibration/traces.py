@@ -147,18 +147,22 @@ class Trace:
 class TracedModel:
     """A model with what tracing needs to know about it."""
 
-    def __init__(self, model: nn.Module, role: str):
+    def __init__(self, model: Any, role: str):
         self.model, self.role = model, role
         self.geometry = KVGeometry.from_model(model)
         self.rotary = ContentRotary.from_model(model)
         # The language modelling head is the largest product of a small model and tracing does not need it.
-        self.body = getattr(model, "base_model", model)
+        self.body: Any = getattr(model, "base_model", model)
         self.takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
 
     @property
     def device(self) -> torch.device:
+        """Where the model wants its inputs."""
         embeddings = self.model.get_input_embeddings()
-        return embeddings.weight.device
+        device: torch.device = embeddings.weight.device
+        if device.type == "meta":  # offloaded by accelerate, whose hook knows where it runs
+            device = torch.device(embeddings._hf_hook.execution_device)
+        return device
 
     def forward(self, batch: Batch) -> Any:
         """The cache after reading a batch from its first token."""
@@ -202,11 +206,11 @@ class TracedModel:
             keys.append(stripped.transpose(1, 2)[chosen])
             values.append(_at_least_float32(layer.values).transpose(1, 2)[chosen])
         device = keys[0].device
-        stacked = tuple(torch.stack([part.to(device) for part in parts]) for parts in (keys, values))
+        stacked = [torch.stack([part.to(device) for part in parts]) for parts in (keys, values)]
         self._check_finite(stacked, batch, keep)
-        return stacked
+        return stacked[0], stacked[1]
 
-    def _check_finite(self, stacked: tuple[torch.Tensor, ...], batch: Batch, keep: torch.Tensor) -> None:
+    def _check_finite(self, stacked: list[torch.Tensor], batch: Batch, keep: torch.Tensor) -> None:
         bad = torch.stack([~torch.isfinite(tensor).all(dim=3).all(dim=2) for tensor in stacked])  # kind, layer, token
         if not bool(bad.any()):
             return

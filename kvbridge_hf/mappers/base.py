@@ -56,6 +56,7 @@ class FitMethod(ABC):
             facts: More entries of `config.fit`.
         """
         info, config, selection = context.statistics.info, context.config, context.selection
+        assert config.top_k is not None
         provenance = {
             **config.to_dict(),
             "method": self.name,
