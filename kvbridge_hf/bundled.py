@@ -24,8 +24,8 @@ def family_folder() -> Path:
         if (folder / "models").is_dir():
             return folder
     raise BundledFileError(
-        "This installation does not hold the bundled Tinytown family. Install the package from its wheel or from a checkout "
-        "(pip install -e .)."
+        "This installation does not hold the bundled Tinytown family. Install the package from its wheel or from a "
+        "checkout (pip install -e .)."
     )
 
 

@@ -153,7 +153,7 @@ def to_text(result: dict[str, Any]) -> str:
         "First logits, median of the timed runs on this machine:",
         *(f"  {label:<34}{latency[name]:8.2f} ms" for name, label in PATH_LABELS.items()),
         "",
-        f"Mapper: {result['mapper_parameters']:,} parameters. These are small models of our own, not a claim about others.",
+        f"Mapper: {result['mapper_parameters']:,} parameters. Small models of our own; no claim about others.",
     ]
     return "\n".join(lines)
 

@@ -175,7 +175,7 @@ class Writer:
             world.said[person] = text
             self.add(self.pick(W.EVENTS["say"], p=person, text=text))
         else:
-            # The pair (listener, thing) and the pair (teller, thing) occur once, so that both questions have one answer.
+            # A thing is told by, and to, a person once only, so that both questions have one answer.
             used = world.told
             options = [t for t in W.THINGS if not any(t == u and (person == a or other == b) for a, b, u in used)]
             thing = rng.choice(options)

@@ -2,9 +2,9 @@
 
     python examples/tinytown/questions.py examples/tinytown/questions
 
-A question line holds ``context``, ``question`` (ending in the stem of the answer), ``choices`` (each a continuation of
-one token), ``answer`` (index of the right choice), ``kind`` and ``context_id``. A conversation line holds ten turns, each
-with the user's text, the stem, choices and answer of the assistant's reply.
+A question line holds ``context``, ``question`` (ending in the stem of the answer), ``choices`` (each a continuation
+of one token), ``answer`` (index of the right choice), ``kind`` and ``context_id``. A conversation line holds ten
+turns, each with the user's text, the stem, choices and answer of the assistant's reply.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ def accuracy(model, tokenizer, rows: list[dict], with_context: bool, batch_size:
     order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     for start in range(0, len(rows), batch_size):
         chunk = order[start : start + batch_size]
-        inputs = tokenizer([prompts[i] for i in chunk], return_tensors="pt", padding=True, return_token_type_ids=False)
+        texts = [prompts[i] for i in chunk]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
         positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        logits = model(**inputs.to(model.device), position_ids=positions.to(model.device), logits_to_keep=1).logits[
-            :, -1
-        ]
+        logits = model(**inputs, position_ids=positions, logits_to_keep=1).logits[:, -1]
         for row, i in zip(logits, chunk, strict=True):
             ids = [tokenizer.encode(choice, add_special_tokens=False)[0] for choice in rows[i]["choices"]]
             hit = int(row[ids].argmax()) == rows[i]["answer"]

@@ -51,7 +51,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class SegmentEncoder:
-    """Encodes segments word by word with a cache; equal to the tokenizer's own result, and fast enough for training."""
+    """Encodes segments word by word with a cache: the tokenizer's own result, fast enough for training."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self.tokenizer, self.cache = tokenizer, {}

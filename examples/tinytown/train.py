@@ -61,7 +61,7 @@ TOKENS_PER_STEP = 2048
 def make_batch(
     encode: SegmentEncoder, lesson: Lesson, previous: Lesson | None, genre: str | None, seed: str, split: str
 ):
-    """``input_ids``, ``labels`` and loss weights of one step, padded on the right: a function of its arguments alone."""
+    """``input_ids``, mask and answer flags of one step, padded on the right: a function of its arguments alone."""
     rng = random.Random(seed)
     length = rng.choice(lesson.lengths)
     rows = []
@@ -109,8 +109,8 @@ def learning_rate(member: Member, step: int, tokens: int, budget: int) -> float:
 
 @torch.no_grad()
 def scale_initial_weights(model) -> None:
-    """Let the embeddings speak first: with one standard deviation for all weights, what the untrained layers write is an
-    order louder than the token itself, and the models take several times as long to learn lookups.
+    """Let the embeddings speak first: with one standard deviation for all weights, what the untrained layers write is
+    an order louder than the token itself, and the models take several times as long to learn lookups.
     """
     model.get_input_embeddings().weight.normal_(0.0, 1.0)
     for layer in model.model.layers:
