@@ -59,11 +59,18 @@ def publish_folder(
 def search_mappers(
     source: str | None = None, target: str | None = None, *, token: str | bool | None = None, limit: int | None = 50
 ) -> list[ModelInfo]:
-    """List the mappers on the Hub that name these models as their base models, most downloaded first.
+    """List the mappers on the Hub that were made for these models, most downloaded first.
 
     Args:
-        source, target: Hub ids. The Hub's tags do not say which of the two is the source: see
-            `KVBridgeConfig.source_fingerprint` of a hit.
+        source, target: Hub ids; either may be left out.
     """
     tags = [LIBRARY_NAME] + [f"base_model:{model}" for model in (source, target) if model]
-    return list(HfApi(token=token).list_models(filter=tags, sort="downloads", limit=limit))
+    found = HfApi(token=token).list_models(filter=tags, sort="downloads", limit=limit, cardData=True)
+    return [model for model in found if _has_roles(model, source, target)]
+
+
+def _has_roles(model: ModelInfo, source: str | None, target: str | None) -> bool:
+    """Whether the models have the roles asked for. The tags do not say; the card does, unless somebody rewrote it."""
+    roles = (model.card_data.to_dict() if model.card_data else {}).get("kvbridge") or {}
+    wanted = {"source": source, "target": target}
+    return all(name is None or roles.get(role) in (None, name) for role, name in wanted.items())
