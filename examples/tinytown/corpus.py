@@ -88,6 +88,7 @@ class Writer:
         self.world = World(rng, split, num_people)
         self.segments: list[Segment] = []
         self.count = 0
+        self.asked: set[tuple[str, str, str]] = set()  # (kind, slots, answer)
         self.kinds = KINDS_BY_LEVEL[level]
         self.attributes = [a for a in ATTRIBUTES if a in self.kinds]
         self.fillers = W.FILLERS + (W.HELD_OUT_FILLERS if split == "test" else [])
@@ -246,22 +247,30 @@ class Writer:
         """(kind, question with stem, answer), or None when nothing of the kind can be asked yet."""
         kinds = [kind] if kind else self.rng.sample(self.kinds, len(self.kinds))
         for name in kinds:
-            options = self.candidates(name)
+            # An answer that was given before would only have to be copied.
+            options = [
+                (slots, answer)
+                for slots, answer in self.candidates(name)
+                if (name, str(slots), answer) not in self.asked
+            ]
             if options:
                 slots, answer = self.rng.choice(options)
+                self.asked.add((name, str(slots), answer))
                 templates, stem = W.QUESTIONS[name]
                 templates = W.HELD_OUT_QUESTIONS[name] if held_out else templates
                 return name, f"{self.rng.choice(templates).format(**slots)} {stem.format(**slots)}", slots, answer
         return None
 
-    def ask(self, held_out: bool = False) -> None:
+    def ask(self, held_out: bool = False) -> bool:
+        """A question and its answer; False when everything has been asked."""
         asked = self.question(held_out=held_out)
         if asked is None:
-            return
+            return False
         kind, text, _, answer = asked
         self.add(text)
         end = ' "' if kind == "quote" else " coins." if kind in ("coins", "sum") else "."
         self.add(f"{answer}{end}", True)
+        return True
 
 
 def pairs_document(rng: random.Random, length: int) -> list[Segment]:
@@ -316,16 +325,14 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
         if draw < ask_share:
             if genre == "diary":
                 writer.add(writer.pick(W.DIARY["ask"]))
-            writer.ask(held_out=split == "test" and rng.random() < 0.5)
-        elif level == 3 and draw < ask_share + 0.12:
+            if writer.ask(held_out=split == "test" and rng.random() < 0.5):
+                continue
+        if level == 3 and draw > 0.88:
             writer.filler()
-        elif level == 3 and draw < ask_share + 0.30:
+        elif level == 3 and draw > 0.70:
             writer.event()
-        elif not writer.fact():
-            if level >= 2:
-                writer.event()
-            else:
-                writer.ask()
+        elif not writer.fact() and not writer.ask():
+            writer.event()
     return writer.segments
 
 
