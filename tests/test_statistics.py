@@ -98,6 +98,15 @@ def test_head_local_systems_equal_numpy(from_layout):
         np.testing.assert_allclose(moments.cross[system][:, columns].numpy(), expected["cross"], rtol=1e-10, atol=1e-9)
 
 
+def test_memory_is_known_beforehand_and_does_not_grow_with_the_tokens():
+    for support in ("full_head", "head_local"):
+        few, many = collect(random_trace(10), support), collect(random_trace(500), support)
+        assert few.layout.num_bytes == few.moments.num_bytes == many.moments.num_bytes
+    sizes = {**SIZES, "source_heads": 8, "target_heads": 8}
+    full, local = (StatisticsLayout(support, **sizes).num_bytes for support in ("full_head", "head_local"))
+    assert 7 < full / local < 9
+
+
 @pytest.mark.parametrize(
     ("source_heads", "target_heads", "expected"),
     [

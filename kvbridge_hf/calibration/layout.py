@@ -92,6 +92,12 @@ class StatisticsLayout:
         """Outputs of one group."""
         return self.target_layers * self.heads_per_group * self.target_dim
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the moments of one set of tokens, keys and values (there are two sets: fitted and held out)."""
+        features, outputs = self.features, self.outputs
+        return len(KINDS) * len(self.groups) * 8 * (2 + features + 2 * outputs + features * (features + outputs))
+
     def feature_index(self, layers: list[int], heads: list[list[int]] | None = None) -> torch.Tensor:
         """Places of features within a group.
 
