@@ -146,8 +146,9 @@ def rotary_facts(config: PreTrainedConfig) -> dict[str, Any]:
     """Kind and parameters of the rotation of the keys; the fields are listed at [`KVGeometry`]."""
     text = text_config(config)
     parameters = optional(text, "rope_parameters")
-    if optional(text, "position_embedding_type") in ("nope", "alibi", "absolute") or optional(text, "alibi", False):
-        parameters = None
+    stated = optional(text, "position_embedding_type", "rope")
+    if stated not in ("rope", "rotary") or optional(text, "alibi", False):
+        return {"rope_type": "none", "position_embedding_type": "alibi" if optional(text, "alibi", False) else stated}
     if not parameters:
         if optional(text, "rotary_dim") is not None:  # GPT-J and CodeGen rotate without the shared rope machinery
             return {"rope_type": "unknown", "rotary_dim": text.rotary_dim}
@@ -189,6 +190,8 @@ def rotary_layers(
     flags = optional(config, "no_rope_layers")
     if flags:  # SmolLM3 and Llama 4: despite the name, 1 means that the layer does rotate
         return tuple(bool(flag) for flag in flags[:num_layers])
+    if rotary["rope_type"] == "per_layer_type":
+        return tuple(name in rotary["per_layer_type"] for name in types)
     sliding = tuple(name == SLIDING_ATTENTION for name in types)
     if config.model_type in _ROTATES_SLIDING_LAYERS_ONLY:
         return sliding

@@ -76,7 +76,7 @@ class ContentRotary:
         self._function = function
         self._by_layer_type = False
         self._one_tensor = False
-        self._num_axes = 0
+        self._three_axes = False
         self._rotates_slice = False
         self._scaling: dict[str, float] = {}
         if any(geometry.rotary_layers):
@@ -107,7 +107,7 @@ class ContentRotary:
         code = modeling_module(config)
         if not any(geometry.rotary_layers):
             return cls._without_rotation(geometry, code)
-        classes: list[type[nn.Module]] = [
+        classes: list[Any] = [
             value
             for name, value in vars(code).items()
             if name.endswith("RotaryEmbedding") and "Vision" not in name and inspect.isclass(value)
@@ -123,7 +123,8 @@ class ContentRotary:
 
     @classmethod
     def _without_rotation(cls, geometry: KVGeometry, code: Any) -> ContentRotary:
-        if any("rotary" in name.lower() for name in vars(code)):
+        silent = geometry.rotary["rope_type"] == "none" and "position_embedding_type" not in geometry.rotary
+        if silent and any("rotary" in name.lower() for name in vars(code)):
             raise UnsupportedModelError(
                 f"The config of model type {geometry.model_type!r} has no rope parameters, but its code rotates keys. "
                 "How is not known; use a model whose config has rope_parameters."
@@ -152,8 +153,8 @@ class ContentRotary:
         assert self._module is not None
         device = position_ids.device
         kwargs = {"layer_type": self.geometry.layer_types[layer_idx]} if self._by_layer_type else {}
-        if self._num_axes:  # Qwen-VL: time, height and width, which are the same for text
-            position_ids = position_ids[None].expand(self._num_axes, -1, -1)
+        if self._three_axes:
+            position_ids = position_ids[None].expand(3, -1, -1)
         # The module returns the dtype of its first argument, which it uses for nothing else but the device.
         like = torch.empty((), dtype=torch.float32, device=device)
         with torch.no_grad():
@@ -210,13 +211,16 @@ class ContentRotary:
         Raises:
             UnsupportedModelError: Naming the first layer that differs.
         """
-        if self.geometry.rotary["rope_type"] == "none":
-            return  # positions may be learned embeddings, which content keys keep
+        rotates = self.geometry.rotary["rope_type"] != "none"
         far = min(4097, (self.geometry.max_position_embeddings or 4098) - 1)
         device = model.get_input_embeddings().weight.device
         token = torch.full((2, 1), self.geometry.vocab_size // 2, device=device)
         position_ids = torch.tensor([[0], [far]], device=device)
-        cache: Any = output_cache(model(input_ids=token, position_ids=position_ids, use_cache=True))
+        output = model(input_ids=token, use_cache=True, **({"position_ids": position_ids} if rotates else {}))
+        try:
+            cache: Any = output_cache(output)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{type(model).__name__} returns no KV cache: {error}") from error
         shape = (2, self.geometry.num_kv_heads, 1, self.geometry.head_dim)
         for layer_idx, layer in enumerate(cache.layers):
             if layer.keys.shape != shape or layer.values.shape != shape:
@@ -224,13 +228,15 @@ class ContentRotary:
                     f"Layer {layer_idx} of {type(model).__name__} caches keys {tuple(layer.keys.shape)} and values "
                     f"{tuple(layer.values.shape)}, where its config says {shape}. Such a cache cannot be handed over."
                 )
+            if not rotates:
+                continue  # positions may be learned embeddings, which content keys keep
             near, other = self.strip(layer.keys, position_ids, layer_idx).float()
-            error = float((near - other).norm() / near.norm())
+            gap = float((near - other).norm() / near.norm())
             # Two roundings of the rotated and one of the unrotated keys, with a margin.
-            if not error < 16 * torch.finfo(layer.keys.dtype).eps + 1e-3:
+            if not gap < 16 * torch.finfo(layer.keys.dtype).eps + 1e-3:
                 raise UnsupportedModelError(
                     f"Layer {layer_idx} of {type(model).__name__} does not rotate its keys as its config says: the "
-                    f"content key of one token differs by {error:.2g} between positions 0 and {far}. This "
+                    f"content key of one token differs by {gap:.2g} between positions 0 and {far}. This "
                     "architecture is not supported; please report it with the model's name."
                 )
 
@@ -281,7 +287,6 @@ class ContentRotary:
                 "architecture is not supported."
             )
         self._by_layer_type = "layer_type" in inspect.signature(self._module.forward).parameters
-        self._num_axes = len(self.geometry.rotary.get("scaling", {}).get("mrope_section", ()))
         tensors = [*self._module.buffers(), *self._module.parameters()]
         device = tensors[0].device if tensors else torch.device("cpu")
         if device.type == "meta":
@@ -299,7 +304,12 @@ class ContentRotary:
     def _try_out(self, positions: torch.Tensor, layer_idx: int) -> None:
         rotation = self.rotation_of(layer_idx)
         assert rotation is not None
-        cos_sin = self.cos_sin(positions, layer_idx)
+        try:
+            cos_sin = self.cos_sin(positions, layer_idx)
+        except (IndexError, RuntimeError):
+            # Qwen-VL in older releases: positions in time, height and width, which are the same for text.
+            self._three_axes = True
+            cos_sin = self.cos_sin(positions, layer_idx)
         assert cos_sin is not None
         # cos(0) = 1, so what stands there is the factor that the module scales cos and sin with.
         self._scaling[rotation] = float(cos_sin[0][0, 0, 0])
