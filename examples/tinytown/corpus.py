@@ -303,7 +303,7 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
         return pairs_document(rng, length)
     if genre is None:
         genre = rng.choice(("story", "story", "chat", "diary", "list", "quiz")) if level == 3 else "quiz"
-    people = rng.randint(3, max(3, min(4 + level, 2 + length // 32)))
+    people = rng.randint(4, max(4, min(5 + level, 3 + length // 24)))
     writer = Writer(rng, split, level, people, diary=genre == "diary")
     if genre == "chat":
         return chat_document(writer, length)
