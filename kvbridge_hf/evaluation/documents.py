@@ -75,11 +75,16 @@ class DocumentBatch(Batch):
 
 
 def document_batches(documents: Sequence[Document], batch_size: int = 32) -> list[DocumentBatch]:
-    """Batches of at most `batch_size` documents of similar length (one more where one would be left alone)."""
+    """Batches of `batch_size` documents of similar length.
+
+    Where there are two documents or more, every batch has at least two: the mismatched control needs another one.
+    """
+    batch_size = max(batch_size, 2)
     order = sorted(range(len(documents)), key=lambda index: len(documents[index].prefix))
     groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     if len(groups) > 1 and len(groups[-1]) == 1:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1] += last
     return [_batch(documents, group) for group in groups]
 
 

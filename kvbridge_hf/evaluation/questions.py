@@ -148,7 +148,8 @@ def question_batches(questions: Sequence[EncodedQuestion], batch_size: int = 32)
         groups[-1].append(context)
         rows += len(by_context[context])
     if len(groups) > 1 and len(groups[-1]) == 1:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1] += last
     return [_batch(questions, [by_context[context] for context in group]) for group in groups if group]
 
 
