@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
-from models import tiny_model
+from models import ARCHITECTURES, tiny_model
 from test_selection import features, linked_trace, target_of
 from test_statistics import SIZES, collect
 from transformers import DynamicCache
@@ -208,6 +208,17 @@ def test_a_model_fitted_on_itself_keeps_every_argmax(arch):
             rest = torch.arange(start, 32)[None].expand(2, -1)
             logits = model(prompt[:, start:], position_ids=rest, use_cache=True, **cache_kwargs(mapped)).logits
             assert torch.equal(logits.argmax(-1), expected[:, start:].argmax(-1))
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_every_architecture_is_traced_and_weighted(arch):
+    """Fitted on itself, each layer finds itself exactly; the attention probe sees all its layers."""
+    model = tiny_model(arch, num_layers=4, seed=3)
+    config = FitConfig(top_k=1, weighting="sensitivity", ess_per_feature=0.5, heldout_fraction=0.0)
+    mapper = fit_mapper(model, model, [padded([tokens(1, n, seed=n)[0] for n in (48, 61, 55)], "left")], config)
+    assert mapper.config.selected_layers == [[0], [1], [2], [3]]
+    assert min(mapper.config.fit["r2"]["keys"] + mapper.config.fit["r2"]["values"]) > 0.9999
+    assert max(mapper.config.fit["sensitivity_uniform_share"]) < 0.5
 
 
 # ---- the closed form ------------------------------------------------------------------------------------------------
