@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from kvbridge_hf.cache_argument import cache_kwargs
-from kvbridge_hf.errors import UnsupportedModelError
+from kvbridge_hf.errors import KVBridgeError, UnsupportedModelError
 from kvbridge_hf.evaluation import (
     Document,
     EvaluationError,
@@ -33,6 +33,9 @@ from kvbridge_hf.evaluation.controls import nearest_layer
 from kvbridge_hf.evaluation.fidelity import AttentionOutputs, CosineSums, R2Sums, kl_divergence, top1_agreement
 from kvbridge_hf.evaluation.questions import EncodedQuestion, encode_question, question_batches
 from kvbridge_hf.evaluation.runs import cache_entries, cache_from_entries
+from kvbridge_hf.generation_kvbridge import KVBridge
+from kvbridge_hf.handoff import HandoffPolicy
+from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
 
 VOCAB = 96
 
@@ -450,6 +453,46 @@ def test_what_cannot_be_judged_is_refused(source, make, message):
         make(source, tiny_model("llama", num_layers=2))
 
 
+# Bridges
+
+
+@pytest.mark.parametrize("policy", [None, HandoffPolicy(num_sinks=2, num_native_suffix=3)])
+def test_a_model_bridged_to_itself_is_perfect(target, documents, questions, policy):
+    bridge = KVBridge(target, KVBridgeMapper.identity(target), policy)
+    report = judge_handoff(
+        target,
+        target,
+        bridge,
+        documents=documents,
+        questions=questions,
+        num_resamples=20,
+        latency_prompt=torch.arange(3, 12)[None],
+        latency_repeats=1,
+    )
+    handoff = report["conditions"]["handoff"]
+    assert handoff["kl"]["estimate"] < 1e-5 and handoff["answer_kl"]["estimate"] < 1e-5
+    assert handoff["attention_cosine"]["min"] > 1 - 1e-5 and report["answers"]["same_choice"] == 1.0
+    assert report["headline"]["gap_recovered"]["estimate"] is None  # there is no gap between a model and itself
+    assert all(stats["median"] > 0 for stats in report["latency"]["paths"].values())
+    # The identity map is a square of the KV width for keys and for values in each of three layers.
+    cost, sinks, suffix = PrefillCost.from_model(target), *((0, 1) if policy is None else (2, 3))
+    lengths = [len(document.prefix) for document in documents] + [len(q.context) for q in questions[::2]]
+    spent = sum(
+        handoff_flops(cost, n, map_per_token=2 * 2 * 3 * 32 * 32, num_sinks=sinks, num_suffix=suffix)["total"]
+        for n in lengths
+    )
+    assert report["cost"]["share_of_prefill"] == pytest.approx(spent / sum(map(cost.flops, lengths)))
+    native = sum(min(n, sinks + suffix) for n in lengths)
+    assert report["cost"]["native_token_share"] == pytest.approx(native / sum(lengths))
+
+
+def test_a_mapper_is_checked_against_both_models(source, target, documents):
+    with pytest.raises(KVBridgeError):
+        judge_handoff(source, target, KVBridgeMapper.identity(target), documents=documents)
+    with pytest.raises(KVBridgeError):
+        judge_handoff(target, source, KVBridgeMapper.identity(target), documents=documents)
+
+
 # Costs
 
 
@@ -652,6 +695,9 @@ def test_report_says_seed_counts_and_what_ratios_are_made_of(report, questions):
         assert gap[name] == conditions[name]["accuracy"]["estimate"]
     items = report["items"]["questions"]
     assert conditions["source"]["accuracy"]["estimate"] == pytest.approx(np.mean(items["source"]["correct"]))
+    texts = report["items"]["documents"]["source"]
+    expected = np.average(texts["nll"], weights=texts["tokens"])
+    assert conditions["source"]["nll"]["estimate"] == pytest.approx(expected)
     several = [index for index, question in enumerate(questions) if question.kind == "several"]
     expected = np.mean([items["source"]["correct"][index] for index in several])
     assert report["kinds"]["several"]["accuracy"]["source"]["estimate"] == pytest.approx(expected)
