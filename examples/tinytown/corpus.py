@@ -289,6 +289,28 @@ def pairs_document(rng: random.Random, length: int) -> list[Segment]:
     return segments
 
 
+def relation_document(rng: random.Random, split: str, length: int) -> list[Segment]:
+    """One relation of several people, then questions on it: the answer can only be found by whom it is about.
+
+    With many relations in a short document each has but two or three values, and a model that looks for any value of
+    the right sort is right so often that it learns nothing better.
+    """
+    writer = Writer(rng, split, 1, rng.randint(4, min(8, 3 + length // 24)))
+    while writer.count < length:
+        relation = rng.choice(KINDS_BY_LEVEL[1])
+        writer.kinds = (relation,)
+        world = writer.world = World(rng, split, len(writer.world.people))
+        writer.asked.clear()
+        for person in rng.sample(world.people, len(world.people)):
+            if relation == "thing":
+                writer.place_thing(person)
+            else:
+                writer.state(relation, person)
+        for _ in range(rng.randint(2, len(world.people))):
+            writer.ask()
+    return writer.segments
+
+
 def document(rng: random.Random, split: str, length: int, level: int = 3, genre: str | None = None) -> list[Segment]:
     """One document of about ``length`` tokens.
 
@@ -296,11 +318,13 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
         rng: the only source of randomness.
         split: "train", "validation" or "test".
         length: wanted number of tokens (the last sentence may go beyond it).
-        level: 0 bare pairs, 1 four relations, 2 more relations and reverse questions, 3 everything.
+        level: 0 bare pairs, 1 one relation at a time, 2 many relations and reverse questions, 3 everything.
         genre: "story", "chat", "diary", "list" or "quiz"; drawn when None.
     """
     if level == 0:
         return pairs_document(rng, length)
+    if level == 1:
+        return relation_document(rng, split, length)
     if genre is None:
         genre = rng.choice(("story", "story", "chat", "diary", "list", "quiz")) if level == 3 else "quiz"
     people = rng.randint(4, max(4, min(5 + level, 3 + length // 24)))
