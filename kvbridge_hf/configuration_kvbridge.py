@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -49,44 +50,26 @@ class KVBridgeConfig(PreTrainedConfig):
 
     model_type = "kvbridge"
 
-    source_geometry: dict[str, Any] | None = None
-    target_geometry: dict[str, Any] | None = None
-    source_fingerprint: dict[str, Any] | None = None
-    target_fingerprint: dict[str, Any] | None = None
+    # Transformers builds a config without arguments to find the defaults, so everything has a default here and is
+    # checked where a mapper is made (`check`).
+    source_geometry: dict[str, Any] = field(default_factory=dict)
+    target_geometry: dict[str, Any] = field(default_factory=dict)
+    source_fingerprint: dict[str, Any] = field(default_factory=dict)
+    target_fingerprint: dict[str, Any] = field(default_factory=dict)
     tokenizer_fingerprint: str | None = None
     method: str = "ridge"
-    method_config: dict[str, Any] | None = None
+    method_config: dict[str, Any] = field(default_factory=dict)
     support: str = "full_head"
     top_k: int = 1
-    selected_layers: list[list[int]] | None = None
+    selected_layers: list[list[int]] = field(default_factory=list)
     head_assignment: list[list[list[list[int]]]] | None = None
     num_sinks: int = 4
     num_native_suffix: int = 1
     max_calibrated_positions: int | None = None
-    fit: dict[str, Any] | None = None
-    gates: dict[str, Any] | None = None
-    evaluation: dict[str, Any] | None = None
-    weight_hashes: dict[str, str] | None = None
-
-    def __post_init__(self, **kwargs):
-        # Transformers builds a config without arguments to find the defaults, so everything has to be optional here
-        # and is checked where a mapper is made (`check`).
-        for name in (
-            "source_geometry",
-            "target_geometry",
-            "source_fingerprint",
-            "target_fingerprint",
-            "method_config",
-            "fit",
-            "gates",
-            "evaluation",
-            "weight_hashes",
-        ):
-            if getattr(self, name) is None:
-                setattr(self, name, {})
-        if self.selected_layers is None:
-            self.selected_layers = []
-        super().__post_init__(**kwargs)
+    fit: dict[str, Any] = field(default_factory=dict)
+    gates: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    weight_hashes: dict[str, str] = field(default_factory=dict)
 
     @property
     def head_block(self) -> int:
@@ -108,20 +91,20 @@ class KVBridgeConfig(PreTrainedConfig):
             ArtifactError: names the first field that is missing, malformed or out of range.
         """
         for role, geometry in (("source", self.source_geometry), ("target", self.target_geometry)):
-            for field in ("num_layers", "num_kv_heads", "head_dim"):
-                value = geometry.get(field)
+            for name in ("num_layers", "num_kv_heads", "head_dim"):
+                value: Any = geometry.get(name)
                 if not _is_int(value) or value < 1:
                     raise ArtifactError(
-                        f"{role}_geometry[{field!r}] must be a positive integer, got {value!r}. Build it with "
+                        f"{role}_geometry[{name!r}] must be a positive integer, got {value!r}. Build it with "
                         "KVGeometry.from_config(model.config).to_dict()."
                     )
         if self.support not in SUPPORTS:
             raise ArtifactError(f"support must be one of {SUPPORTS}, got {self.support!r}.")
         if not _is_int(self.top_k) or self.top_k < 1:
             raise ArtifactError(f"top_k must be a positive integer, got {self.top_k!r}.")
-        for field in ("num_sinks", "num_native_suffix"):
-            if not _is_int(getattr(self, field)) or getattr(self, field) < 0:
-                raise ArtifactError(f"{field} must be a non-negative integer, got {getattr(self, field)!r}.")
+        for name in ("num_sinks", "num_native_suffix"):
+            if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
+                raise ArtifactError(f"{name} must be a non-negative integer, got {getattr(self, name)!r}.")
         self._check_selected_layers()
         self._check_head_assignment()
 

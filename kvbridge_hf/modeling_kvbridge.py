@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -200,6 +201,9 @@ def get_method(name: str) -> MapperMethod:
         ArtifactError: there is none.
     """
     if name not in _METHODS:
+        # The library's own methods register themselves where they are defined, beside their fits.
+        importlib.import_module("kvbridge_hf.mappers")
+    if name not in _METHODS:
         raise ArtifactError(
             f"Unknown mapper method {name!r}; known: {sorted(_METHODS)}. It may need a newer kvbridge_hf, or the "
             "import of the module that registers it."
@@ -282,6 +286,10 @@ class KVBridgeMapper(ArtifactMixin, PreTrainedModel):
 
     selected_layers: torch.Tensor
     source_heads: torch.Tensor
+    key_weight: nn.Parameter
+    value_weight: nn.Parameter
+    key_bias: nn.Parameter
+    value_bias: nn.Parameter
 
     def __init__(self, config: KVBridgeConfig):
         super().__init__(config)

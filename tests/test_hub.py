@@ -26,6 +26,7 @@ REPO = "org/small-to-large"
 CLIENT = """
 import json, sys, traceback
 from kvbridge_hf import hub
+from kvbridge_hf.hub.inspection import inspect_artifact
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
 from transformers import AutoConfig, AutoModel
 for line in sys.stdin:
@@ -156,10 +157,11 @@ def test_only_what_is_needed_is_downloaded(hub, client, pushed, tmp_path):
     assert len(hub.requests) == before, "a pinned commit in the cache needs no request"
     del hub.repos["model", REPO].commits[pushed]["large.bin"]
     hub.requests.clear()
-    client.value(
-        "str(hub.fetch_artifact(repo, weights=False, cache_dir=cache)[0])", repo=REPO, cache=tmp_path / "light"
-    )
-    assert hub.count("GET", "/cdn/") == 0 and hub.count("GET", "config.json") == 1
+    facts = client.value("inspect_artifact(repo, cache_dir=cache)", repo=REPO, cache=tmp_path / "light")
+    assert hub.count("GET", "config.json") == 1
+    assert facts["parameters"] == sum(parameter.numel() for parameter in make_mapper().parameters())
+    # Of the weight files the headers are asked for, and nothing lands in the cache.
+    assert not list((tmp_path / "light").rglob("*.safetensors"))
 
 
 def test_auto_classes_load_from_the_hub(client, pushed, tmp_path):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_PUSH_ARGUMENTS = ("commit_message", "commit_description", "private", "revision", "create_pr", "subfolder")
+_CARD_ARGUMENTS = ("tags", "license", "source_id", "target_id")
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -79,9 +81,8 @@ class ArtifactMixin(_Base):
             ArtifactError: the mapper is not one that could be loaded again (NaN, absurd values, indices that differ
                 from the config's), or the folder holds files that would be loaded in its place.
         """
-        push_names = ("commit_message", "commit_description", "private", "revision", "create_pr", "subfolder", "tags")
-        push_names += ("license", "source_id", "target_id")
-        push_kwargs = {name: kwargs.pop(name) for name in push_names if name in kwargs}
+        push_kwargs = {name: kwargs.pop(name) for name in _PUSH_ARGUMENTS if name in kwargs}
+        card_kwargs = {name: kwargs.pop(name) for name in _CARD_ARGUMENTS if name in kwargs}
         if not is_main_process:
             super().save_pretrained(save_directory, is_main_process=False, state_dict=state_dict, **kwargs)
             return
@@ -90,8 +91,6 @@ class ArtifactMixin(_Base):
             raise ArtifactError(f"{str(target)!r} is a file; a mapper is saved into a folder.")
         self._check_before_saving(self.state_dict() if state_dict is None else state_dict)
 
-        card_names = ("tags", "license", "source_id", "target_id")
-        card_kwargs = {name: push_kwargs.pop(name) for name in card_names if name in push_kwargs}
         target = target.absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.tmp"

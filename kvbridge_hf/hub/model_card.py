@@ -1,25 +1,20 @@
 """The model card of a mapper, made from its config and from nothing else.
 
 No number stands in a card that does not stand in the config: sizes follow from the geometries, the fit's facts are
-`config.fit`, results are `config.evaluation`, thresholds are `config.gates`.
-
-`config.evaluation["metrics"]` is a list of dicts, one a result, with `type` (the metric's name in lower case, such as
-`"retention"`), `value`, `dataset` (a name), and where known `name`, `low` and `high` (a confidence interval),
-`confidence`, `num_items`, `dataset_id`, `dataset_revision`, `split`, `task`. `config.evaluation["verdict"]` and
-`["command"]` are sentences.
+`config.fit`, results are `config.evaluation` (see `card_metrics`), thresholds are `config.gates`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ..configuration_kvbridge import KVBridgeConfig
+from .card_metrics import condition_table, is_number, results_of, to_eval_result, to_row
 
 LIBRARY_NAME = "kvbridge_hf"
 TAGS = ("kvbridge", "kv-cache")
@@ -57,7 +52,8 @@ def create_model_card(
     """
     source = _describe_model(config.source_fingerprint, config.source_geometry, source_id)
     target = _describe_model(config.target_fingerprint, config.target_geometry, target_id)
-    metrics = _finite_metrics(config.evaluation)
+    results = results_of(config.evaluation)
+    conditions, condition_rows = condition_table(config.evaluation)
     title = f"{source['short_name']} to {target['short_name']}"
     base_models = [model["name"] for model in (source, target) if model["is_known"]]
     card_data = ModelCardData(
@@ -66,8 +62,8 @@ def create_model_card(
         base_model=base_models or None,
         base_model_relation="adapter" if base_models else None,
         tags=[*TAGS, *tags],
-        model_name=title if metrics else None,
-        eval_results=[_eval_result(metric) for metric in metrics] or None,
+        model_name=title if results else None,
+        eval_results=[to_eval_result(result) for result in results] or None,
         # The tags that the Hub makes of base_model do not say which of the two is which.
         kvbridge={"source": source["name"], "target": target["name"], "method": config.method},
     )
@@ -83,7 +79,9 @@ def create_model_card(
             has_custom_generate=has_custom_generate,
             map_facts=_map_facts(config, num_parameters, num_bytes),
             fit_facts=_fit_facts(config.fit),
-            metrics=[_metric_row(metric) for metric in metrics],
+            results=[to_row(result) for result in results],
+            conditions=conditions,
+            condition_rows=condition_rows,
             evaluation_command=config.evaluation.get("command"),
             gate_facts=[(name, _text(value)) for name, value in config.gates.items()],
             verdict=config.evaluation.get("verdict"),
@@ -157,62 +155,18 @@ def _fit_facts(fit: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _finite_metrics(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [metric for metric in evaluation.get("metrics", []) if _is_number(metric.get("value"))]
-
-
-def _eval_result(metric: Mapping[str, Any]) -> EvalResult:
-    """One result as the Hub's model-index has it; the interval goes into the metric's arguments."""
-    interval = {key: metric[key] for key in ("low", "high", "confidence", "num_items") if metric.get(key) is not None}
-    return EvalResult(
-        task_type=metric.get("task", "text-generation"),
-        dataset_type=metric.get("dataset_id") or _slug(metric["dataset"]),
-        dataset_name=metric["dataset"],
-        dataset_revision=metric.get("dataset_revision"),
-        dataset_split=metric.get("split"),
-        metric_type=metric["type"],
-        metric_name=metric.get("name"),
-        metric_value=metric["value"],
-        metric_args=interval or None,
-    )
-
-
-def _metric_row(metric: Mapping[str, Any]) -> dict[str, str]:
-    low, high, confidence = metric.get("low"), metric.get("high"), metric.get("confidence")
-    interval = "not recorded"
-    if _is_number(low) and _is_number(high):
-        interval = f"{low:.4g} to {high:.4g}" + (f" ({confidence:.0%})" if confidence else "")
-    return {
-        "name": metric.get("name") or metric["type"],
-        "value": f"{metric['value']:.4g}",
-        "interval": interval,
-        "dataset": metric["dataset"] + (f", {metric['split']}" if metric.get("split") else ""),
-        "count": str(metric.get("num_items") or "not recorded"),
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_plain(value: Any) -> bool:
     return value is not None and isinstance(value, (str, bool, int, float))
 
 
 def _is_numbers(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(_is_number, value))
-    )
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(is_number, value))
 
 
 def _summary(values: Sequence[float]) -> str:
-    return f"mean {sum(values) / len(values):.4f}, minimum {min(values):.4f} over {len(values)} layers"
+    return f"mean {sum(values) / len(values):.4f}, minimum {min(values):.4f} over {len(values)} values"
 
 
 def _text(value: Any) -> str:
     text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9/]+", "-", name.lower()).strip("-") or "unnamed"

@@ -46,7 +46,7 @@ def publish_folder(
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     return api.upload_folder(
         repo_id=repo_id,
-        folder_path=folder,
+        folder_path=os.fspath(folder),
         path_in_repo=subfolder or None,
         commit_message=commit_message or "Upload mapper",
         commit_description=commit_description or f"Artifact digest: {manifest.digest}",
