@@ -45,6 +45,8 @@ class Client:
 
     def __init__(self, hub: LoopbackHub, home: Path, **variables: str):
         environment = {**os.environ, **hub.environment(home), **variables}
+        home.mkdir(exist_ok=True)
+        self.log = home / "stderr.log"
         self.process = subprocess.Popen(
             [sys.executable, "-c", CLIENT],
             cwd=ROOT,
@@ -52,7 +54,7 @@ class Client:
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.log.open("w"),
         )
 
     def ask(self, code: str, **names):
@@ -63,7 +65,7 @@ class Client:
         for line in self.process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
-        raise AssertionError("the client ended")
+        raise AssertionError(f"the client ended: {self.log.read_text()[-2000:]}")
 
     def value(self, code: str, **names):
         answer = self.ask(code, **names)
