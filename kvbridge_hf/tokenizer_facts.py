@@ -15,6 +15,7 @@ from typing import Any
 
 # Case, digits, spaces, code, accents, scripts with and without spaces, emoji with joiners, and odd white space.
 PROBE_TEXT = (
+    "In the beginning there was nothing, other than what they had thought of themselves; everybody would've agreed. "
     "The quick brown fox's 1234567 jumps: over 3.14 lazy dogs!  two  spaces\n\n\tdef f(x):\n    return x**2 - 0x1F\n"
     "naïve Ünïcödé ångström Straße ﬁne e\u0301 Привет, мир! Γειά σου "
     "\u3053\u3093\u306b\u3061\u306f \u4e16\u754c \uc548\ub155 \u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd "
