@@ -290,16 +290,19 @@ def pairs_document(rng: random.Random, length: int) -> list[Segment]:
 
 
 def relation_document(rng: random.Random, split: str, length: int) -> list[Segment]:
-    """One relation of several people, then questions on it: the answer can only be found by whom it is about.
+    """One relation of several people, then the same again in another order, as statements or as questions.
 
-    With many relations in a short document each has but two or three values, and a model that looks for any value of
-    the right sort is right so often that it learns nothing better.
+    The answer can only be found by whom it is about. With many relations in a short document each has but two or three
+    values, and a model that looks for any value of the right sort is right so often that it learns nothing better.
     """
     writer = Writer(rng, split, 1, rng.randint(4, min(8, 3 + length // 24)))
     while writer.count < length:
         relation = rng.choice(KINDS_BY_LEVEL[1])
-        writer.kinds = (relation,)
         world = writer.world = World(rng, split, len(writer.world.people))
+        if rng.random() < 0.5:
+            restate(writer, rng.choice(W.STATEMENTS[relation]), relation)
+            continue
+        writer.kinds = (relation,)
         writer.asked.clear()
         for person in rng.sample(world.people, len(world.people)):
             if relation == "thing":
@@ -309,6 +312,25 @@ def relation_document(rng: random.Random, split: str, length: int) -> list[Segme
         for _ in range(rng.randint(2, len(world.people))):
             writer.ask()
     return writer.segments
+
+
+def restate(writer: Writer, template: str, relation: str) -> None:
+    """Statements of one form about everybody, twice; what stands last in the form is the answer the second time."""
+    rng, world = writer.rng, writer.world
+    pairs = []
+    for person in world.people:
+        if relation == "thing":
+            value = rng.choice([thing for thing in W.THINGS if thing not in world.holder])
+            world.holder[value] = person
+        else:
+            value = world.draw(relation, person)
+        pairs.append({"p": person, "v": value})
+    before, _, last = template.rpartition("{")
+    slot, _, after = last.partition("}")
+    for again in (False, True):
+        for slots in rng.sample(pairs, len(pairs)):
+            writer.add(before.format(**slots).strip())
+            writer.add(f"{slots[slot]}{after}", again)
 
 
 def document(rng: random.Random, split: str, length: int, level: int = 3, genre: str | None = None) -> list[Segment]:
