@@ -172,20 +172,39 @@ def sensitivities(
     Raises:
         CalibrationError: the model does not use Transformers' attention interface.
     """
+    with probed(target, batch, num_sinks, boundaries) as result:
+        target.forward(batch)
+    return result()
+
+
+@contextmanager
+def probed(
+    target: TracedModel, batch: Batch, num_sinks: int = 0, boundaries: int = 32
+) -> Iterator[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+    """While this is open, a forward of the target over the batch notes the sensitivities; arguments as above.
+
+    Yields:
+        A function that returns them once the forward is done; see [`sensitivities`].
+    """
     columns, present = boundary_columns(batch.attention_mask, num_sinks, boundaries)
     implementation = text_config(target.model.config)._attn_implementation or "eager"
     probe = _Probe(implementation, batch.attention_mask, columns, present)
-    with _probing(target.model, probe):
-        target.forward(batch)
     layers = target.geometry.num_layers
-    if sorted(probe.found) != list(range(layers)):
-        raise CalibrationError(
-            f"{type(target.model).__name__} does not use Transformers' attention interface, so its queries cannot be "
-            f"read (layers seen: {sorted(probe.found)} of {layers}). Fit with weighting='uniform'."
+
+    def result() -> tuple[torch.Tensor, torch.Tensor]:
+        if sorted(probe.found) != list(range(layers)):
+            raise CalibrationError(
+                f"{type(target.model).__name__} does not use Transformers' attention interface, so its queries cannot "
+                f"be read (layers seen: {sorted(probe.found)} of {layers}). Fit with weighting='uniform'."
+            )
+        device = probe.found[0][0].device
+        keys, values = (
+            torch.stack([probe.found[layer][kind].to(device) for layer in range(layers)]) for kind in (0, 1)
         )
-    device = probe.found[0][0].device
-    keys, values = (torch.stack([probe.found[layer][kind].to(device) for layer in range(layers)]) for kind in (0, 1))
-    return keys, values
+        return keys, values
+
+    with _probing(target.model, probe):
+        yield result
 
 
-__all__ = ["boundary_columns", "sensitivities", "token_sensitivity"]
+__all__ = ["boundary_columns", "probed", "sensitivities", "token_sensitivity"]

@@ -22,6 +22,18 @@ from ..geometry import KVGeometry
 from ..rotary import ContentRotary, positions_from_mask
 
 
+class NonFiniteError(CalibrationError):
+    """A model gave NaN or Inf for some sequences of a batch.
+
+    Attributes:
+        rows (`torch.Tensor`): Bool, which rows of the batch.
+    """
+
+    def __init__(self, message: str, rows: torch.Tensor):
+        super().__init__(message)
+        self.rows = rows
+
+
 @dataclass
 class Batch:
     """Checked tokens of some sequences.
@@ -185,7 +197,7 @@ class TracedModel:
             Two tensors `(layers, N, heads, dim)` on one device.
 
         Raises:
-            CalibrationError: a layer gave NaN or Inf, names the first and the sequence.
+            NonFiniteError: a layer gave NaN or Inf, names the first and the sequence.
         """
         cache = self.forward(batch)
         if len(cache.layers) != self.geometry.num_layers:
@@ -217,11 +229,15 @@ class TracedModel:
         layer = int(bad.any(dim=2).any(dim=0).nonzero()[0])
         kind = "keys" if bool(bad[0, layer].any()) else "values"
         token = int(bad[0 if kind == "keys" else 1, layer].nonzero()[0])
-        row, column = (int(place) for place in keep.nonzero()[token])
-        raise CalibrationError(
+        places = keep.nonzero().to(bad.device)
+        row, column = (int(place) for place in places[token])
+        rows = torch.zeros(len(batch.input_ids), dtype=torch.bool)
+        rows[places[bad.any(dim=1).any(dim=0), 0].cpu()] = True
+        raise NonFiniteError(
             f"The {self.role}'s {kind} of layer {layer} are NaN or Inf in sequence {int(batch.numbers[row])} at "
             f"column {column}. Load the model in bfloat16 or float32 (float16 overflows), check the checkpoint, or "
-            "leave the sequence out."
+            "leave the sequence out.",
+            rows,
         )
 
 
@@ -270,16 +286,21 @@ def trace(
         batch = next(read_batches([batch], vocab_size))
     keep = kept_tokens(batch.attention_mask, num_sinks, token_stride)
     with evaluating(source.model, target.model):
-        source_keys, source_values = source.content(batch, keep)
-        if source.model is target.model:
-            target_keys, target_values = source_keys, source_values
-        else:
-            target_keys, target_values = target.content(batch, keep)
+        source_content = source.content(batch, keep)
+        target_content = source_content if source.model is target.model else target.content(batch, keep)
+    return join_contents(batch, keep, source_content, target_content)
+
+
+def join_contents(
+    batch: Batch,
+    keep: torch.Tensor,
+    source: tuple[torch.Tensor, torch.Tensor],
+    target: tuple[torch.Tensor, torch.Tensor],
+) -> Trace:
+    """A trace from the contents of both models for the kept tokens of a batch; see [`TracedModel.content`]."""
     return Trace(
-        source_keys,
-        source_values,
-        target_keys,
-        target_values,
+        *source,
+        *target,
         rows=keep.nonzero()[:, 0],
         position_ids=positions_from_mask(batch.attention_mask.long())[keep],
     )
@@ -289,4 +310,4 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-__all__ = ["Batch", "Trace", "TracedModel", "evaluating", "kept_tokens", "read_batches", "trace"]
+__all__ = ["Batch", "NonFiniteError", "Trace", "TracedModel", "evaluating", "join_contents", "kept_tokens", "read_batches", "trace"]
