@@ -77,8 +77,8 @@ def tune_gate(
                 (bad if kl > max_kl else good).append(float(value))
     if not bad or not good:
         raise CalibrationError(
-            f"{len(good)} recorded rows have a KL of at most {max_kl} and {len(bad)} a larger one ({left_out} without a "
-            "score left out); both kinds are needed. Record more shadow events, or choose another bound."
+            f"{len(good)} recorded rows have a KL of at most {max_kl} and {len(bad)} a larger one ({left_out} without "
+            "a score left out); both kinds are needed. Record more shadow events, or choose another bound."
         )
     bad.sort()
     passing = math.floor(miss_rate * len(bad) + 1e-9)
