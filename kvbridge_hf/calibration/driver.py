@@ -13,12 +13,13 @@ from tqdm.auto import tqdm
 from ..errors import CalibrationError, FitConfigError
 from ..fingerprint import model_fingerprint, tokenizer_fingerprint
 from ..geometry import check_pair
-from ..mappers.base import FitContext, get_fit
+from ..mappers.base import FitContext, FitData, get_fit
 from ..mappers.config import FitConfig
-from ..mappers.ridge import RidgeFit  # noqa: F401  registers itself
 from ..modeling_kvbridge import KVBridgeMapper
 from .layout import StatisticsLayout
+from .metrics import MetricCollector, OutputMetrics
 from .probe import sensitivities
+from .samples import Samples
 from .selection import Selection, select
 from .statistics import CalibrationStatistics, Statistics
 from .traces import Batch, Trace, TracedModel, evaluating, kept_tokens, read_batches, trace
@@ -39,17 +40,21 @@ def fit_mapper(
     tokenizer: Any = None,
     dataset: Any = None,
     progress: bool = True,
+    output_dir: Any = None,
 ) -> KVBridgeMapper:
     """Fit a mapper from the source's KV cache to the target's.
 
     Args:
         source_model, target_model: Causal LMs that share a tokenizer.
         token_batches: Re-iterable of `input_ids` tensors, or of mappings with `input_ids` and `attention_mask`. Read
-            once, or twice with `weighting="sensitivity"`.
+            once, and once more each for `weighting="sensitivity"`, `metric="query"`, a method that trains on samples,
+            and `distillation`.
         fit_config: Settings; the defaults if not given.
         tokenizer: The shared tokenizer; its fingerprint is then recorded in the mapper.
         dataset: What the tokens are (a name, a dict); recorded in the mapper's provenance as it is.
         progress: Show a bar (never outside a terminal).
+        output_dir: Where a distillation keeps its checkpoints, to go on from after an interruption; see
+            [`~mappers.distillation.distill`].
 
     Returns:
         The mapper, in eval mode on the CPU. `config.fit` holds settings, counts, versions and the R^2 of keys and
@@ -61,9 +66,10 @@ def fit_mapper(
         CalibrationError: the data cannot be used; says why and where.
     """
     config = fit_config or FitConfig()
-    if config.weighting == "sensitivity" and iter(token_batches) is token_batches:
+    reasons = _reads_again(config)
+    if reasons and iter(token_batches) is token_batches:
         raise FitConfigError(
-            "weighting='sensitivity' reads the data twice, but token_batches is an iterator and can be read once "
+            f"{reasons[0]} reads the data twice, but token_batches is an iterator and can be read once "
             "only. Pass a list, a dataset or a DataLoader."
         )
     statistics = collect_statistics(
@@ -74,7 +80,40 @@ def fit_mapper(
         sensitivity = collect_sensitivity(
             source_model, target_model, token_batches, statistics, config, progress=progress
         )
-    return fit_from_statistics(statistics, config, sensitivity=sensitivity)
+    metrics = None
+    if config.metric == "query":
+        metrics = collect_metrics(source_model, target_model, token_batches, config, progress=progress)
+    data = FitData(source_model, target_model, token_batches, progress)
+    mapper = fit_from_statistics(statistics, config, sensitivity=sensitivity, metrics=metrics, data=data)
+    if config.distillation is not None:
+        from ..mappers.distillation import distill  # transformers.Trainer is slow to import
+
+        mapper = distill(
+            mapper,
+            source_model,
+            target_model,
+            token_batches,
+            config.distillation,
+            heldout_fraction=config.heldout_fraction,
+            seed=config.seed,
+            output_dir=output_dir,
+            progress=progress,
+        )
+    return mapper
+
+
+def _reads_again(config: FitConfig) -> list[str]:
+    """Settings that need the data more than once."""
+    reasons = []
+    if config.weighting == "sensitivity":
+        reasons.append("weighting='sensitivity'")
+    if config.metric == "query":
+        reasons.append("metric='query'")
+    if get_fit(config.method).needs_data:
+        reasons.append(f"method={config.method!r}")
+    if config.distillation is not None:
+        reasons.append("distillation")
+    return reasons
 
 
 def collect_statistics(
@@ -97,6 +136,7 @@ def collect_statistics(
     source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
     config.resolve_top_k(source.geometry.num_layers)
     whole_heads = config.support == "full_head" or config.head_assignment == "fitted" or config.selection == "r2_layer"
+    whole_heads = whole_heads or config.head_block is not None
     layout = StatisticsLayout.from_geometries(
         "full_head" if whole_heads else "head_local", source.geometry, target.geometry
     )
@@ -173,11 +213,62 @@ def collect_sensitivity(
     return sensitivity
 
 
+def collect_metrics(
+    source_model: nn.Module,
+    target_model: nn.Module,
+    token_batches: Iterable[Any],
+    fit_config: FitConfig,
+    *,
+    progress: bool = True,
+) -> OutputMetrics:
+    """The pass of `metric="query"`: what the target's queries look along, over the sequences that are fitted.
+
+    Args:
+        source_model, target_model, token_batches, progress: As in the first pass; see [`fit_mapper`].
+        fit_config: Settings of the fit.
+    """
+    source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
+    collector = MetricCollector(target, fit_config.num_sinks, seed=fit_config.seed)
+    for batch in _checked_batches(token_batches, source, target, fit_config, "metrics", progress):
+        train = ~_heldout_rows(batch, fit_config)
+        if bool(train.any()):
+            with evaluating(target_model):
+                collector.update(batch.select(train))
+    return collector.result()
+
+
+def collect_samples(
+    source_model: nn.Module,
+    target_model: nn.Module,
+    token_batches: Iterable[Any],
+    fit_config: FitConfig,
+    *,
+    progress: bool = True,
+) -> tuple[Samples, Samples]:
+    """Tokens to train on and tokens held out, for methods that moments are not enough for.
+
+    Args:
+        source_model, target_model, token_batches, progress: As in the first pass; see [`fit_mapper`].
+        fit_config: Settings of the fit; at most `max_samples` tokens each are kept.
+    """
+    source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
+    parts = [Samples.empty(fit_config.max_samples, fit_config.seed) for _ in range(2)]
+    for batch in _checked_batches(token_batches, source, target, fit_config, "samples", progress):
+        found = trace(source, target, batch, fit_config.num_sinks, fit_config.token_stride)
+        in_heldout = _heldout_rows(batch, fit_config)[found.rows]
+        for part, chosen in zip(parts, (~in_heldout, in_heldout), strict=True):
+            if bool(chosen.any()):
+                part.update(found.select(chosen))
+    return parts[0], parts[1]
+
+
 def fit_from_statistics(
     statistics: CalibrationStatistics,
     fit_config: FitConfig | None = None,
     *,
     sensitivity: SensitivityMoments | None = None,
+    metrics: OutputMetrics | None = None,
+    data: FitData | None = None,
 ) -> KVBridgeMapper:
     """Fit from statistics that are there already: any `top_k`, penalty, selection.
 
@@ -185,11 +276,19 @@ def fit_from_statistics(
         statistics: From [`collect_statistics`] or `CalibrationStatistics.load`.
         fit_config: Settings. Those that shaped the statistics have to agree.
         sensitivity: From [`collect_sensitivity`], for `weighting="sensitivity"`.
+        metrics: From [`collect_metrics`], for `metric="query"`.
+        data: The pair and its data, for a method that trains on samples.
     """
     config, selection = _select(statistics, fit_config or FitConfig())
     if sensitivity is not None:
         sensitivity.check(selection.layers, selection.heads)
-    return get_fit(config.method).fit(FitContext(statistics, config, selection, sensitivity))
+    method = get_fit(config.method)
+    if method.needs_data and data is None:
+        raise FitConfigError(
+            f"method={config.method!r} trains on the data itself: use fit_mapper, or pass data=FitData(source, "
+            "target, token_batches)."
+        )
+    return method.fit(FitContext(statistics, config, selection, sensitivity, metrics, data))
 
 
 def _select(statistics: CalibrationStatistics, config: FitConfig) -> tuple[FitConfig, Selection]:
@@ -281,4 +380,11 @@ def _statistics_device(target: TracedModel) -> torch.device:
     return device if device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
 
 
-__all__ = ["collect_sensitivity", "collect_statistics", "fit_from_statistics", "fit_mapper"]
+__all__ = [
+    "collect_metrics",
+    "collect_samples",
+    "collect_sensitivity",
+    "collect_statistics",
+    "fit_from_statistics",
+    "fit_mapper",
+]

@@ -12,18 +12,27 @@ from ..errors import FitConfigError
 KINDS = ("keys", "values")
 
 
-def identity_blocks(source_heads: int, target_heads: int) -> list[list[int]]:
+def identity_blocks(source_heads: int, target_heads: int, block: int | None = None) -> list[list[int]]:
     """Source heads that each target head is matched with by number.
 
     With at least as many target heads, head `h` reads source head `floor(h * source_heads / target_heads)`. With fewer
     it reads its group of `source_heads / target_heads` heads; where that is no whole number, the groups are
     `ceil(source_heads / target_heads)` wide and overlap, so that every source head is read by some target head.
 
+    Args:
+        source_heads, target_heads: How many there are.
+        block: Heads that each target head reads, instead of as many as that makes; a wider block has the same middle,
+            as far as the edges allow.
+
     Returns:
         `target_heads` lists of equal length.
     """
-    block = max(1, -(-source_heads // target_heads))
-    starts = [min(head * source_heads // target_heads, source_heads - block) for head in range(target_heads)]
+    own = max(1, -(-source_heads // target_heads))
+    block = own if block is None else block
+    starts = [
+        max(0, min(head * source_heads // target_heads - (block - own) // 2, source_heads - block))
+        for head in range(target_heads)
+    ]
     return [list(range(start, start + block)) for start in starts]
 
 

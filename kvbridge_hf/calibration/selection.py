@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CalibrationError
+from ..errors import CalibrationError, FitConfigError
 from .layout import KINDS, identity_blocks
 from .moments import Moments
 from .solve import solve_ridge
@@ -117,7 +117,9 @@ def select(statistics: CalibrationStatistics, config: FitConfig) -> Selection:
     on_heldout = config.selection_data == "heldout" and statistics.has_heldout
     evaluate = statistics.heldout if on_heldout else train
     layout = train.layout
-    identity = identity_blocks(layout.source_heads, layout.target_heads)
+    if config.head_block is not None and config.head_block > layout.source_heads:
+        raise FitConfigError(f"head_block={config.head_block} heads asked for, the source has {layout.source_heads}.")
+    identity = identity_blocks(layout.source_heads, layout.target_heads, config.head_block)
     heads: torch.Tensor | None = None
     if config.head_assignment == "fitted":
         table = single_layer_r2(train, evaluate, "single", config.ridge_lambda, config.ridge_relative).mean(dim=0)

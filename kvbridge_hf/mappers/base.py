@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,7 +20,26 @@ from ..errors import FitConfigError
 from ..modeling_kvbridge import KVBridgeMapper
 from .config import FitConfig
 
+if TYPE_CHECKING:
+    from ..calibration.metrics import OutputMetrics
+
 LIBRARIES = ("torch", "transformers", "kvbridge_hf")
+
+
+@dataclass
+class FitData:
+    """The pair itself and its data, for methods that statistics are not enough for.
+
+    Attributes:
+        source_model, target_model: The pair.
+        token_batches: Re-iterable, as in [`fit_mapper`].
+        progress (`bool`): Whether to show bars.
+    """
+
+    source_model: Any
+    target_model: Any
+    token_batches: Iterable[Any]
+    progress: bool = True
 
 
 @dataclass
@@ -31,28 +51,43 @@ class FitContext:
         config (`FitConfig`): Settings, with `top_k` as a number.
         selection (`Selection`): Layers and heads of each target layer.
         sensitivity (`SensitivityMoments`, *optional*): Weighted moments of the selected features.
+        metrics (`OutputMetrics`, *optional*): Of target keys and values, with `metric="query"`.
+        data (`FitData`, *optional*): The pair and its data, where the fit is not from statistics alone.
     """
 
     statistics: CalibrationStatistics
     config: FitConfig
     selection: Selection
     sensitivity: SensitivityMoments | None = None
+    metrics: OutputMetrics | None = None
+    data: FitData | None = None
 
 
 class FitMethod(ABC):
     """One way to fit a mapper. A method is a subclass in a file of its own, registered under its name."""
 
     name: ClassVar[str]
+    #: Whether `fit` reads the data again, and so needs `FitContext.data`.
+    needs_data: ClassVar[bool] = False
 
     @abstractmethod
     def fit(self, context: FitContext) -> KVBridgeMapper:
         """Make the mapper."""
 
-    def mapper_config(self, context: FitContext, **facts: Any) -> KVBridgeConfig:
+    def mapper_config(
+        self,
+        context: FitContext,
+        *,
+        runtime: str | None = None,
+        method_config: dict[str, Any] | None = None,
+        **facts: Any,
+    ) -> KVBridgeConfig:
         """The config of a mapper fitted from this context.
 
         Args:
             context: Of the fit.
+            runtime: The [`MapperMethod`] that runs the mapper; that of the fit's name by default.
+            method_config: Of the runtime.
             facts: More entries of `config.fit`.
         """
         info, config, selection = context.statistics.info, context.config, context.selection
@@ -73,7 +108,8 @@ class FitMethod(ABC):
             source_fingerprint=info["source_fingerprint"],
             target_fingerprint=info["target_fingerprint"],
             tokenizer_fingerprint=info.get("tokenizer_fingerprint"),
-            method=self.name,
+            method=self.name if runtime is None else runtime,
+            method_config=method_config or {},
             support=config.support,
             top_k=config.top_k,
             selected_layers=selection.layers,
@@ -99,6 +135,7 @@ def register_fit(method: type[FitMethod]) -> type[FitMethod]:
 
 def get_fit(name: str) -> FitMethod:
     """The method registered under `name`."""
+    importlib.import_module("kvbridge_hf.mappers")  # where the library's own methods register themselves
     if name not in _METHODS:
         raise FitConfigError(f"Unknown fit method {name!r}; there are {sorted(_METHODS)}.")
     return _METHODS[name]()
@@ -117,4 +154,4 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-__all__ = ["FitContext", "FitMethod", "get_fit", "library_versions", "register_fit"]
+__all__ = ["FitContext", "FitData", "FitMethod", "get_fit", "library_versions", "register_fit"]

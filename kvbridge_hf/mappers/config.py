@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ..errors import FitConfigError
+from .distillation_config import DistillationConfig
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "method": ("ridge",),
+    "method": ("ridge", "low_rank", "mlp"),
+    "metric": ("identity", "query"),
     "support": ("full_head", "head_local"),
     "selection": ("r2", "r2_layer", "greedy"),
     "selection_data": ("heldout", "train"),
@@ -86,6 +88,28 @@ class FitConfig:
         moments_dtype (`str`): In which products of features are taken. `"float64"` makes a fit independent of how the
             tokens were split, to rounding; `"float32"` is faster on GPUs with little float64 throughput. Sums and
             solves are float64 in both.
+        head_block (`int`, *optional*): With head-local support, how many source heads of a layer feed a target head,
+            from 1 to all of them. None takes as many as make every source head be read.
+        layer_budget (`float`, *optional*): Source layers per target layer on average, under one budget for the whole
+            mapper: each target layer takes between 1 and `top_k` of them, those that lower the held-out error most,
+            and none that raises it. None gives every target layer `top_k`.
+        lambda_search (`bool`): Choose the penalty of each target layer, head and kind on held-out moments, from
+            `ridge_lambda` up to the mean diagonal of the moments in powers of ten.
+        metric (`str`): In which errors are measured, `"identity"`, or `"query"`: a key error `e` costs
+            `e' E[qq'] e` over the queries that the target asks (in content space, in the key's own frame), a value
+            error what the attention's output projection makes of it. A penalty then becomes one per direction, and
+            low-rank maps keep the directions that are looked along.
+        rank (`int`, *optional*): Of `method="low_rank"`, per target layer and kind (per head with head-local support).
+        rank_energy (`float`, *optional*): Instead of `rank`: the least rank that keeps this share of what the full map
+            explains, in the metric.
+        rank_budget (`float`, *optional*): Instead of both: weights as a share of the full map's; one budget for the
+            whole mapper, spent where it explains most.
+        mlp_hidden (`tuple[int, ...]`): Widths of the hidden layers of `method="mlp"`.
+        mlp_residual (`bool`): Add the network to the linear map, instead of putting it in its place.
+        mlp_epochs, mlp_learning_rate, mlp_batch_size: Of its training with Adam; the best epoch on held-out tokens is
+            kept.
+        max_samples (`int`): Tokens that a method which trains on samples keeps, drawn at random.
+        distillation (`DistillationConfig`, *optional*): Train on the target's predictions afterwards.
         short_sequences (`str`): What to do with a sequence that has no token left after the sinks, `"error"` or
             `"skip"` (they are counted).
 
@@ -112,14 +136,47 @@ class FitConfig:
     dtype: str = "float32"
     moments_dtype: str = "float64"
     short_sequences: str = "error"
+    head_block: int | None = None
+    layer_budget: float | None = None
+    lambda_search: bool = False
+    metric: str = "identity"
+    rank: int | None = None
+    rank_energy: float | None = None
+    rank_budget: float | None = None
+    mlp_hidden: tuple[int, ...] = (1024, 1024)
+    mlp_residual: bool = True
+    mlp_epochs: int = 20
+    mlp_learning_rate: float = 1e-3
+    mlp_batch_size: int = 4096
+    max_samples: int = 200_000
+    distillation: DistillationConfig | None = None
 
     def __post_init__(self):
+        if isinstance(self.distillation, dict):
+            object.__setattr__(self, "distillation", DistillationConfig.from_dict(self.distillation))
+        object.__setattr__(self, "mlp_hidden", tuple(self.mlp_hidden))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise FitConfigError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
         for name, least in (("num_sinks", 0), ("num_native_suffix", 0), ("token_stride", 1), ("seed", 0)):
             _check_int(name, getattr(self, name), least)
-        for name in ("top_k", "greedy_candidates"):
+        for name in ("mlp_epochs", "mlp_batch_size", "max_samples"):
+            _check_int(name, getattr(self, name), 1)
+        for width in self.mlp_hidden:
+            _check_int("mlp_hidden", width, 1)
+        for name in ("layer_budget", "rank_energy", "rank_budget"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name), None if name == "layer_budget" else 1.0)
+        _check_positive("mlp_learning_rate", self.mlp_learning_rate, None)
+        if sum(getattr(self, name) is not None for name in ("rank", "rank_energy", "rank_budget")) > 1:
+            raise FitConfigError("Give one of rank, rank_energy and rank_budget.")
+        if self.head_block is not None and self.support != "head_local":
+            raise FitConfigError(f"head_block={self.head_block!r} belongs to support='head_local'.")
+        if self.layer_budget is not None and self.method != "ridge":
+            raise FitConfigError(
+                f"layer_budget belongs to method='ridge'; method is {self.method!r} (a low-rank map has rank_budget)."
+            )
+        for name in ("top_k", "greedy_candidates", "head_block", "rank"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
         for name in ("ridge_lambda", "ess_per_feature", "heldout_fraction"):
@@ -130,8 +187,9 @@ class FitConfig:
             raise FitConfigError(
                 f"heldout_fraction must be below 1, got {self.heldout_fraction!r}; 0.1 keeps a tenth of the sequences."
             )
-        if not isinstance(self.ridge_relative, bool):
-            raise FitConfigError(f"ridge_relative must be True or False, got {self.ridge_relative!r}.")
+        for name in ("ridge_relative", "lambda_search", "mlp_residual"):
+            if not isinstance(getattr(self, name), bool):
+                raise FitConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> FitConfig:
@@ -161,7 +219,11 @@ class FitConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain JSON types."""
+        values = {**asdict(self), "mlp_hidden": list(self.mlp_hidden)}
+        if self.distillation is not None:
+            values["distillation"] = self.distillation.to_dict()
+        return values
 
     def replace(self, **overrides: Any) -> FitConfig:
         """A copy with some fields changed, checked again."""
@@ -188,4 +250,10 @@ def _check_int(name: str, value: Any, least: int) -> None:
         raise FitConfigError(f"{name} must be an integer >= {least}, got {value!r}.")
 
 
-__all__ = ["FitConfig"]
+def _check_positive(name: str, value: Any, most: float | None) -> None:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not fine or (most is not None and value > most):
+        raise FitConfigError(f"{name} must be above 0{'' if most is None else f' and at most {most}'}, got {value!r}.")
+
+
+__all__ = ["DistillationConfig", "FitConfig"]

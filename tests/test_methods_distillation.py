@@ -1,0 +1,262 @@
+"""KL distillation: what it may touch, what it guarantees, and how it resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from models import tiny_model
+from torch import nn
+
+from kvbridge_hf.calibration.driver import fit_mapper
+from kvbridge_hf.calibration.traces import read_batches
+from kvbridge_hf.errors import CalibrationError, FitConfigError
+from kvbridge_hf.mappers import distillation_run
+from kvbridge_hf.mappers.config import DistillationConfig, FitConfig
+from kvbridge_hf.mappers.distillation import Student, distill
+from kvbridge_hf.mappers.distillation_data import StepBatches, sequences_of, validation_batches
+from kvbridge_hf.mappers.functional import FunctionalHandoff, frozen, mean_kl
+from kvbridge_hf.mappers.learning_rate import search_learning_rate
+
+VOCAB = 96
+SHORT = {"min_prefix": 6, "min_continuation": 4, "max_continuation": 10, "batch_size": 4}
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+BATCHES = [tokens(6, 24, seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_model("qwen3", num_layers=2, seed=1), tiny_model("llama", num_layers=2, seed=2)
+
+
+@pytest.fixture(scope="module")
+def start(pair):
+    config = FitConfig(top_k=1, num_sinks=1, num_native_suffix=2, heldout_fraction=0.3)
+    return fit_mapper(*pair, BATCHES, config, progress=False)
+
+
+def run(pair, start, tmp=None, batches=BATCHES, **overrides):
+    config = DistillationConfig(**{**SHORT, "steps": 6, "learning_rate": 3e-3, "evaluations": 2, **overrides})
+    return distill(start, *pair, batches, config, heldout_fraction=0.3, output_dir=tmp, progress=False)
+
+
+def validation_kl(pair, mapper, config=None) -> float:
+    """The KL on the held-out sequences, from the pieces and not from what a distillation says of itself."""
+    config = config or DistillationConfig(**SHORT)
+    handoff = FunctionalHandoff(*pair, 1, 2)
+    _, held = sequences_of(read_batches(BATCHES, VOCAB), 0.3, 0)
+    return mean_kl(validation_batches(held, config, 0), lambda b, at: handoff.continuation_kl(mapper, b, at))
+
+
+def test_training_lowers_the_kl_and_says_what_it_did(pair, start):
+    closed_form, start = start, type(start)(start.config)
+    start.load_state_dict(
+        {name: 0.5 * t if t.is_floating_point() else t for name, t in closed_form.state_dict().items()}
+    )
+    before = {name: p.clone() for name, p in start.named_parameters()}
+    frozen_before = [p.clone() for model in pair for p in model.parameters()]
+    mapper = run(pair, start, steps=12, seeds=(0, 1), learning_rate=1e-2)
+    facts = mapper.config.fit["distillation"]
+    assert facts["start_kl"] == pytest.approx(validation_kl(pair, start), rel=1e-5)
+    assert facts["kl"] == pytest.approx(validation_kl(pair, mapper), rel=1e-5)
+    assert facts["kl"] < 0.97 * facts["start_kl"]
+    ends = [facts["seeds"][seed]["kl"] for seed in ("0", "1")]
+    assert facts["kl"] == pytest.approx(min(ends)) and facts["mean_kl"] == pytest.approx(sum(ends) / 2)
+    assert facts["standard_error"] == pytest.approx(abs(ends[0] - ends[1]) / 2)
+    assert all(torch.equal(before[name], p) for name, p in start.named_parameters())
+    assert all(
+        torch.equal(a, p) for a, p in zip(frozen_before, (p for m in pair for p in m.parameters()), strict=True)
+    )
+    assert all(p.requires_grad for model in pair for p in model.parameters()), "the models are given back as they were"
+    json.dumps(mapper.config.fit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_never_ends_above_its_start(pair, start, dtype):
+    start = type(start)(start.config).to(dtype).eval().requires_grad_(True)
+    start.load_state_dict(
+        fit_mapper(*pair, BATCHES, FitConfig(top_k=1, num_sinks=1, num_native_suffix=2), progress=False).state_dict()
+    )
+    mapper = run(pair, start, learning_rate=50.0, max_grad_norm=1e9)
+    assert mapper.dtype == dtype
+    assert validation_kl(pair, mapper) <= validation_kl(pair, start) * (1 + 1e-6)
+    assert all(torch.isfinite(p).all() for p in mapper.parameters())
+
+
+def test_the_same_seed_gives_the_same_mapper(pair, start):
+    state = torch.get_rng_state()
+    one, two = run(pair, start), run(pair, start)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state()), "the caller's random numbers are left alone"
+    other = run(pair, start, seeds=(5,))
+    assert not torch.equal(one.key_weight, other.key_weight)
+
+
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(pair, start, tmp_path, monkeypatch):
+    whole = run(pair, start, tmp_path / "whole", steps=6, evaluations=3)
+
+    class Interrupted(Exception):
+        pass
+
+    evaluate = distillation_run.MapperTrainer.evaluate
+
+    def stop_at_four(self, *args, **kwargs):
+        result = evaluate(self, *args, **kwargs)
+        if self.state.global_step == 4:
+            raise Interrupted
+        return result
+
+    monkeypatch.setattr(distillation_run.MapperTrainer, "evaluate", stop_at_four)
+    with pytest.raises(Interrupted):
+        run(pair, start, tmp_path / "cut", steps=6, evaluations=3)
+    monkeypatch.undo()
+    left = sorted(path.name for path in (tmp_path / "cut" / "seed-0").iterdir())
+    assert left == ["checkpoint-2"]
+    again = run(pair, start, tmp_path / "cut", steps=6, evaluations=3)
+    for one, other in zip(whole.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-6)
+    curves = [mapper.config.fit["distillation"]["seeds"]["0"]["curve"] for mapper in (whole, again)]
+    assert [step for step, _ in curves[1]] == [2, 4, 6]
+    assert [kl for _, kl in curves[1]] == pytest.approx([kl for _, kl in curves[0]], rel=1e-5)
+
+
+def test_a_crash_while_saving_leaves_no_half_checkpoint(pair, start, tmp_path, monkeypatch):
+    def crash(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(distillation_run.torch, "save", crash)
+    with pytest.raises(OSError, match="disk full"):
+        run(pair, start, tmp_path)
+    assert list((tmp_path / "seed-0").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["data", "settings", "start", "target", "code"])
+def test_a_folder_of_another_run_is_refused(pair, start, tmp_path, monkeypatch, change):
+    run(pair, start, tmp_path, steps=2)
+    models, mapper, batches, overrides = pair, start, BATCHES, {}
+    if change == "data":
+        batches = [*BATCHES[:-1], tokens(6, 24, 77)]
+    elif change == "settings":
+        overrides = {"max_continuation": 11}
+    elif change == "start":
+        mapper = type(start)(start.config).eval()
+    elif change == "target":
+        models = (pair[0], tiny_model("llama", num_layers=2, seed=3))
+    else:
+        copied = tmp_path / "code"
+        shutil.copytree(distillation_run.Path(distillation_run.__file__).parent, copied)
+        (copied / "functional.py").write_text("# changed\n")
+        monkeypatch.setattr(distillation_run, "__file__", str(copied / "distillation_run.py"))
+    with pytest.raises(CalibrationError, match=f"other .*{change}"):
+        run(models, mapper, tmp_path, batches, **{"steps": 2, **overrides})
+
+
+def test_reconstruction_and_attention_losses_are_zero_for_a_perfect_map_and_differentiable(pair, start):
+    target = pair[1]
+    config = DistillationConfig(**SHORT, kl_weight=0.0, reconstruction_weight=1.0, attention_weight=1.0)
+    inputs = StepBatches(list(tokens(4, 24)), config, 1, 0)[0]
+    perfect = start.identity(target)
+    assert float(Student(perfect, FunctionalHandoff(target, target), config)(**inputs)["loss"].detach()) < 1e-8
+    for weights in ({"reconstruction_weight": 1.0}, {"attention_weight": 1.0}):
+        mapper = type(start)(start.config)
+        mapper.load_state_dict(start.state_dict())
+        config = DistillationConfig(**SHORT, kl_weight=0.0, **weights)
+        with frozen(*pair):
+            loss = Student(mapper, FunctionalHandoff(*pair, 1, 2), config)(**inputs)["loss"]
+            loss.backward()
+        assert float(loss.detach()) > 1e-3
+        assert mapper.key_weight.grad.norm() > 0 and mapper.value_weight.grad.norm() > 0
+
+
+def test_the_reconstruction_loss_is_one_minus_r2(pair, start):
+    """Over one batch, with mapped and own entries in rotated space, where norms are those of content space."""
+    config = DistillationConfig(**SHORT, kl_weight=0.0, reconstruction_weight=1.0)
+    inputs = StepBatches(list(tokens(4, 24)), config, 1, 0)[0]
+    handoff = FunctionalHandoff(*pair, 1, 2)
+    batch = next(read_batches([inputs], VOCAB))
+    stop = handoff.mapped_columns(int(inputs["boundary"]))
+    own, source = handoff.read_target(batch), handoff.read_source(batch, stop)
+    expected = []
+    for layer in range(2):
+        keys, values = start.map_layer(layer, source)
+        keys = handoff.target.rotary.apply(keys, source.position_ids, layer)
+        for found, wanted in zip((keys, values), own.entries[layer], strict=True):
+            y = wanted[:, :, 1:stop].transpose(1, 2).flatten(2).flatten(0, 1).double()
+            e = (found[:, :, 1:] - wanted[:, :, 1:stop]).double().square().sum()
+            expected.append(float((e / (y - y.mean(0)).square().sum()).detach()))
+    loss = Student(start, handoff, config)(**inputs)["loss"]
+    assert float(loss.detach()) == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+
+
+# ---- the search for a learning rate ---------------------------------------------------------------------------------
+
+
+def test_the_search_goes_past_an_edge_until_it_has_a_better_neighbour_on_both_sides():
+    best, losses = search_learning_rate(lambda rate: abs(rate - 0.3), [1e-3, 1e-2], 3)
+    assert best == pytest.approx(0.1) and list(losses) == pytest.approx([1e-3, 1e-2, 0.1, 1.0])
+    best, losses = search_learning_rate(lambda rate: abs(rate - 1e-5), [1e-3, 1e-2], 3)
+    assert best == pytest.approx(1e-5) and min(losses) == pytest.approx(1e-6)
+    best, losses = search_learning_rate(lambda rate: -rate, [1e-3, 1e-2], 2)
+    assert best == pytest.approx(1.0) and len(losses) == 4
+    best, losses = search_learning_rate(lambda rate: 1.0 if rate < 0.5 else float("nan"), [0.1, 1.0], 3)
+    assert best < 0.5
+    with pytest.raises(FitConfigError, match="finite"):
+        search_learning_rate(lambda rate: float("nan"), [0.1, 1.0], 0)
+
+
+def test_the_search_of_a_distillation_is_kept_and_used(pair, start, tmp_path):
+    mapper = run(pair, start, tmp_path, steps=4, learning_rate=None, learning_rates=(1e-5, 1e-3), max_extensions=1)
+    facts = mapper.config.fit["distillation"]
+    rates = [rate for rate, _ in facts["learning_rates"]]
+    assert facts["learning_rate"] == min(facts["learning_rates"], key=lambda entry: entry[1])[0]
+    assert len(rates) == 3, "the best of two is at an edge, so one more was tried"
+    assert len(json.loads((tmp_path / "learning_rates.json").read_text())) == 3
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_sequence_comes_once_an_epoch_with_others_of_its_length():
+    sequences = [torch.arange(3, 3 + 12 + (index * 7) % 20) for index in range(21)]
+    config = DistillationConfig(**SHORT)
+    batches = StepBatches(sequences, config, 12, 1)
+    assert len(batches) == 12
+    assert sorted(index for group in batches.groups[:6] for index in group) == list(range(21))
+    spread = [max(len(sequences[i]) for i in g) - min(len(sequences[i]) for i in g) for g in batches.groups[:6]]
+    assert sum(spread) / len(spread) < 6
+    assert StepBatches(sequences, config, 12, 2).groups != batches.groups
+    first, again = batches[3], StepBatches(sequences, config, 5, 1)[3]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_fit_driver_trains_and_needs_what_it_needs(pair):
+    config = FitConfig(
+        top_k=1,
+        num_sinks=1,
+        heldout_fraction=0.3,
+        distillation=DistillationConfig(**SHORT, steps=3, learning_rate=1e-3, evaluations=1),
+    )
+    assert FitConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    mapper = fit_mapper(*pair, BATCHES, config, progress=False)
+    facts = mapper.config.fit["distillation"]
+    assert facts["kl"] <= facts["start_kl"]
+    with pytest.raises(FitConfigError, match="distillation reads the data twice"):
+        fit_mapper(*pair, iter(BATCHES), config, progress=False)
+    with pytest.raises(CalibrationError, match="validate"):
+        fit_mapper(*pair, BATCHES, config.replace(heldout_fraction=0.0), progress=False)
+    for bad in ({"steps": -1}, {"learning_rates": (1e-2, 1e-3)}, {"kl_weight": 0.0}, {"seeds": ()}):
+        with pytest.raises(FitConfigError, match=next(iter(bad))):
+            DistillationConfig(**bad)
+
+
+def test_only_the_mapper_is_a_part_of_the_student(pair, start):
+    student = Student(start, FunctionalHandoff(*pair), DistillationConfig())
+    assert isinstance(student, nn.Module)
+    assert {name.partition(".")[0] for name in student.state_dict()} == {"mapper"}
