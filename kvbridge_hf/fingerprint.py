@@ -47,7 +47,7 @@ def model_fingerprint(model: Any) -> dict[str, str | None]:
         Dict with
         - `config`: SHA-256 of geometry and numerics,
         - `kv_projections`: SHA-256 of all weights that make keys and values, rounded to bfloat16 so that the dtype a
-          checkpoint is loaded in does not matter; None if they are quantized or not loaded,
+          bfloat16 checkpoint is loaded in does not matter; None if they are quantized or not loaded,
         - `weights_sample`: SHA-256 of some entries of every other weight of the decoder layers (keys and values of a
           layer depend on all layers below it); None if quantized, offloaded or not loaded,
         - `name_or_path`, `revision` (commit hash on the Hub, if known), `architecture`: for messages.
@@ -196,5 +196,7 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _bfloat16_bytes(weight: torch.Tensor) -> bytes:
-    rounded = _local(weight).to(torch.bfloat16).cpu().contiguous()
+    rounded = _local(weight).to(torch.bfloat16)
+    # float16 holds every bfloat16 number above 2^-17 (and below 65,504) exactly, and only some of the smaller ones.
+    rounded = torch.where(rounded.abs() <= 2.0**-17, torch.zeros_like(rounded), rounded).cpu().contiguous()
     return rounded.view(torch.int16).numpy().tobytes()
