@@ -1,4 +1,4 @@
-"""The command line: `kvbridge demo | fit | inspect | plan | generate`.
+"""The command line: `kvbridge demo | fit | inspect | plan | generate | tune-gate`.
 
 Commands only read arguments, call the library and print; what they print stands in the library. Wrong arguments are
 answered in one line on stderr with exit code 2.
@@ -145,6 +145,28 @@ def generate(
         prompt, source, target, mapper, max_new_tokens, do_sample=do_sample, seed=seed, on_failure=on_failure
     )
     _print(result, as_json, result["text"])
+
+
+@app.command("tune-gate")
+def tune_gate(
+    events: Annotated[Path, typer.Argument(help="JSONL file of events, as on_event or the log gave them.")],
+    max_kl: Annotated[
+        float, typer.Option(help="A handoff is bad where its KL to the own prefill exceeds this (nats).")
+    ],
+    miss_rate: Annotated[float, typer.Option(help="Wanted share of bad handoffs that pass.")] = 0.05,
+    statistic: Annotated[str, typer.Option(help="score, nll or excess.")] = "score",
+    kl_field: Annotated[str, typer.Option(help="kl (mean over the suffix) or kl_last (first new token).")] = "kl",
+    mapper: Annotated[str | None, typer.Option(help="A mapper that shall carry the threshold.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for that mapper.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the likelihood gate's threshold to shadow records."""
+    from .guard.tuning import read_events, store_threshold, to_text, tune_gate
+
+    result = tune_gate(read_events(events), max_kl=max_kl, miss_rate=miss_rate, statistic=statistic, kl_field=kl_field)
+    if mapper is not None or output is not None:
+        store_threshold(result, mapper, output)
+    _print(result, as_json, to_text(result))
 
 
 def main(args: list[str] | None = None) -> int:

@@ -299,7 +299,7 @@ def suffix_scores(
         seen = handed.source_mask.to(mask.device)
         source_log_probs = run_columns(
             source,
-            peek((handed.source, seen.shape[1])),
+            peek((handed.source, seen.shape[1]), valid=seen),
             ids[:, columns],
             torch.cat([seen, mask[:, columns]], dim=1),
             positions,

@@ -18,8 +18,9 @@ class _PeekLayer(DynamicLayer):
     Only one layer's keys and values are ever copied at a time, so a peek on a long cache costs one layer of memory.
     """
 
-    def __init__(self, parts: Sequence[tuple[Any, int]]):
+    def __init__(self, parts: Sequence[tuple[Any, int]], valid: torch.Tensor | None):
         super().__init__()
+        self._padding = None if valid is None else ~valid[:, None, :, None]
         self._parts = [(layer, stop) for layer, stop in parts if stop > 0]
         self.is_initialized = True
 
@@ -29,15 +30,23 @@ class _PeekLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = [layer.keys[:, :, :stop].to(key_states) for layer, stop in self._parts]
-        values = [layer.values[:, :, :stop].to(value_states) for layer, stop in self._parts]
-        return torch.cat([*keys, key_states], dim=-2), torch.cat([*values, value_states], dim=-2)
+        return self._with("keys", key_states), self._with("values", value_states)
+
+    def _with(self, kind: str, new: torch.Tensor) -> torch.Tensor:
+        held = [getattr(layer, kind)[:, :, :stop].to(new) for layer, stop in self._parts]
+        if self._padding is not None:
+            # A mask hides what stands there, but an attention weight of zero times NaN is NaN.
+            held = [states.masked_fill(self._padding.to(states.device), 0) for states in held]
+        return torch.cat([*held, new], dim=-2)
 
 
-def peek(*parts: tuple[Any, int]) -> Cache:
-    """A cache that shows the first `stop` columns of each `(cache, stop)` in turn, and keeps nothing new."""
+def peek(*parts: tuple[Any, int], valid: torch.Tensor | None = None) -> Cache:
+    """A cache that shows the first `stop` columns of each `(cache, stop)` in turn, and keeps nothing new.
+
+    With `valid` `(batch, stop)`, for a single part, columns that are not valid are shown as zeros.
+    """
     layers = zip(*([(layer, stop) for layer in cache.layers] for cache, stop in parts), strict=True)
-    return Cache(layers=[_PeekLayer(layer) for layer in layers])
+    return Cache(layers=[_PeekLayer(layer, valid) for layer in layers])
 
 
 def run_columns(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CalibrationError
+from ..modeling_kvbridge import KVBridgeMapper
+from .defaults import GateDefaults
 
 #: Fields of a shadow event's rows that a threshold can be fitted for, and the setting of [`Gates`] that takes it.
 SETTINGS = {"score": "max_suffix_score", "nll": "max_nll", "excess": "max_excess"}
@@ -141,6 +144,32 @@ def binomial_upper(hits: int, trials: int, confidence: float = 0.95) -> float:
     return high
 
 
+def store_threshold(result: Mapping[str, Any], mapper: str | None, output: str | Path | None) -> None:
+    """Save a copy of a mapper that carries a fitted score threshold.
+
+    Raises:
+        CalibrationError: one of the two places is missing, the threshold is in nats (which belong in a policy's
+        [`Gates`]),
+            or the mapper's gates are not calibrated, so that it has no score.
+    """
+    if mapper is None or output is None:
+        raise CalibrationError("Give both the mapper that shall carry the threshold and the folder for the result.")
+    if result["setting"] != "max_suffix_score":
+        raise CalibrationError(
+            f"Only a score threshold can be stored in a mapper; set Gates({result['setting']}="
+            f"{result['threshold']:.6g}) in the policy instead."
+        )
+    loaded = KVBridgeMapper.from_pretrained(mapper)
+    defaults = GateDefaults.from_config(loaded.config)
+    if defaults is None or defaults.suffix_likelihood is None:
+        raise CalibrationError(
+            f"The gates of {mapper} are not calibrated, so that it has no score. Run calibrate_gates."
+        )
+    suffix = replace(defaults.suffix_likelihood, max_score=float(result["threshold"]))
+    loaded.config.gates = replace(defaults, suffix_likelihood=suffix).to_dict()
+    loaded.save_pretrained(output)
+
+
 def to_text(result: Mapping[str, Any]) -> str:
     """A fitted threshold for a terminal."""
     return "\n".join(
@@ -156,4 +185,4 @@ def to_text(result: Mapping[str, Any]) -> str:
     )
 
 
-__all__ = ["auroc", "binomial_upper", "miss_rate_at", "read_events", "to_text", "tune_gate"]
+__all__ = ["auroc", "binomial_upper", "miss_rate_at", "read_events", "store_threshold", "to_text", "tune_gate"]
