@@ -20,7 +20,7 @@ from kvbridge_hf.configuration_kvbridge import KVBridgeConfig
 from kvbridge_hf.errors import ArtifactError, KVBridgeError
 from kvbridge_hf.hub import artifact, create_model_card, read_manifest, verify_folder, write_manifest
 from kvbridge_hf.hub.inspection import inspect_artifact, to_text
-from kvbridge_hf.hub.integrity import MANIFEST_NAME, file_sha256
+from kvbridge_hf.hub.integrity import GENERATE_NAME, MANIFEST_NAME, file_sha256
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +147,12 @@ def test_missing_shortened_and_foreign_files_are_refused(saved, tmp_path):
         with pytest.raises(ArtifactError):
             KVBridgeMapper.from_pretrained(saved)
         (saved / name).write_bytes(data)
-    for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "adapter_config.json"):
+    for name in (
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+        "adapter_config.json",
+        GENERATE_NAME + ".py",
+    ):
         (saved / name).write_bytes(b"{}")
         with pytest.raises(ArtifactError, match=name):
             KVBridgeMapper.from_pretrained(saved)
@@ -278,7 +283,7 @@ def test_failing_save_leaves_the_old_artifact(saved, monkeypatch):
     assert tree(saved) == before and [path.name for path in saved.parent.iterdir()] == ["mapper"]
 
 
-@pytest.mark.parametrize("moved", range(1, 4))
+@pytest.mark.parametrize("moved", range(1, 5))
 def test_save_interrupted_while_moving_is_never_half_loaded(saved, monkeypatch, moved):
     """A process that dies between two moves leaves either whole artifact, or one that is refused."""
     replace, calls = artifact.os.replace, []
@@ -293,7 +298,7 @@ def test_save_interrupted_while_moving_is_never_half_loaded(saved, monkeypatch, 
     with pytest.raises(KeyboardInterrupt):
         make_mapper(seed=5).save_pretrained(saved)
     monkeypatch.undo()
-    if moved == 1:  # only the card, which is the same in both
+    if moved == 1:  # only the card (moved first), which is the same in both
         assert torch.equal(KVBridgeMapper.from_pretrained(saved).key_weight, make_mapper().key_weight)
     else:
         with pytest.raises(ArtifactError):
@@ -307,7 +312,8 @@ def test_saving_again_replaces_shards_and_keeps_other_files(tmp_path):
     make_mapper().save_pretrained(folder, max_shard_size=1500)
     (folder / "training_args.bin").write_bytes(b"of a trainer")
     make_mapper(seed=5).save_pretrained(folder)
-    assert names_of(folder) == ["README.md", "config.json", MANIFEST_NAME, "model.safetensors", "training_args.bin"]
+    whole = {"README.md", "config.json", "custom_generate/generate.py", MANIFEST_NAME, "model.safetensors"}
+    assert set(names_of(folder)) == {*whole, "training_args.bin"}
     assert torch.equal(KVBridgeMapper.from_pretrained(folder).key_weight, make_mapper(seed=5).key_weight)
     make_mapper().save_pretrained(folder, max_shard_size=1500)
     assert torch.equal(KVBridgeMapper.from_pretrained(folder).key_weight, make_mapper().key_weight)

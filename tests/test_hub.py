@@ -25,6 +25,7 @@ REPO = "org/small-to-large"
 # A process that runs what it is told and answers with a value or with the names of an error's classes.
 CLIENT = """
 import json, sys, traceback
+import huggingface_hub
 from kvbridge_hf import hub
 from kvbridge_hf.hub.inspection import inspect_artifact
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
@@ -240,10 +241,15 @@ def test_offline_uses_the_cache_and_says_when_it_cannot(hub, client, folder, pus
     client.value(load, repo=REPO, cache=tmp_path / "cache", options={})
     hub.requests.clear()
     client.value(load, repo=REPO, cache=tmp_path / "cache", options={"local_files_only": True})
-    offline = Client(hub, tmp_path / "home", HF_HUB_OFFLINE="1")
-    offline.value(load, repo=REPO, cache=tmp_path / "cache", options={})
-    assert "LocalEntryNotFoundError" in offline.error(load, repo=REPO, cache=tmp_path / "empty", options={})[0]
-    offline.close()
+    # What HF_HUB_OFFLINE=1 sets, without the time that another process takes to start.
+    switch = "setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', on)"
+    client.value(switch, on=True)
+    try:
+        client.value(load, repo=REPO, cache=tmp_path / "cache", options={})
+        kinds, _ = client.error(load, repo=REPO, cache=tmp_path / "empty", options={})
+        assert "LocalEntryNotFoundError" in kinds
+    finally:
+        client.value(switch, on=False)
     assert hub.requests == []
 
 
@@ -337,6 +343,7 @@ def test_damaged_folder_is_not_published(hub, client, folder, tmp_path):
 
 def test_what_was_pushed_is_a_sealed_artifact_with_a_valid_card(hub, client, folder, pushed, tmp_path):
     for name, data in hub.files(REPO).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     manifest = read_manifest(tmp_path)
     assert set(hub.files(REPO)) == {*manifest.files, "kvbridge_manifest.json", ".gitattributes"}

@@ -237,7 +237,8 @@ class ArtifactMixin(_Base):
                 fingerprint["name_or_path"] = Path(fingerprint["name_or_path"]).absolute().name
         self.config.save_pretrained(folder)
         generate = files(__package__).joinpath(*GENERATE_NAME.split("/"))
-        has_generate = generate.is_file()
+        # The file knows the affine maps only; a mapper of another method needs the library.
+        has_generate = self.config.method == "ridge"
         if has_generate:
             (folder / GENERATE_NAME).parent.mkdir()
             (folder / GENERATE_NAME).write_bytes(generate.read_bytes())
