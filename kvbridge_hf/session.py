@@ -68,7 +68,7 @@ class HandoffSession:
         resync: str = "never",
         render: Callable[[Messages, bool], Sequence[int]] | None = None,
     ):
-        self.models = dict(models)
+        self.models: dict[str, Any] = dict(models)
         self.tokenizer = tokenizer
         self.policy = HandoffPolicy(on_failure="prefill") if policy is None else policy
         self.resync = resync

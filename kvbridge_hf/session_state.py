@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -89,17 +91,23 @@ class ModelState:
         self.spans.append(Span(start, stop, origin))
 
 
+def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a dynamic layer."""
+    return layer.keys, layer.values
+
+
 def share_cache(cache: Cache | None) -> DynamicCache | None:
     """A dynamic cache of the same tensors. Growing or cropping one of the two does not reach the other."""
     if cache is None:
         return None
     shared = DynamicCache()
     for layer in cache.layers:
+        keys, values = layer_states(layer)
         copied = DynamicLayer()
-        copied.lazy_initialization(layer.keys, layer.values)
-        copied.keys, copied.values = layer.keys, layer.values
+        copied.lazy_initialization(keys, values)
+        copied.keys, copied.values = keys, values
         shared.layers.append(copied)
     return shared
 
 
-__all__ = ["ModelState", "Span", "SwitchReport", "share_cache"]
+__all__ = ["ModelState", "Span", "SwitchReport", "layer_states", "share_cache"]

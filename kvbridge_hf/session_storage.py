@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from .errors import ArtifactError, FingerprintError
 from .fingerprint import model_fingerprint, tokenizer_fingerprint
-from .session_state import ModelState, Span
+from .session_state import ModelState, Span, layer_states
 
 if TYPE_CHECKING:
     from .session import HandoffSession
@@ -34,8 +34,8 @@ def save_session(session: HandoffSession, folder: Path) -> None:
         layers = [] if state.cache is None else state.cache.layers
         for index, layer in enumerate(layers):
             # A copy: shared or cropped tensors have storages that safetensors refuses.
-            tensors[f"{number}.{index}.keys"] = layer.keys.detach().cpu().contiguous().clone()
-            tensors[f"{number}.{index}.values"] = layer.values.detach().cpu().contiguous().clone()
+            for kind, tensor in zip(("keys", "values"), layer_states(layer), strict=True):
+                tensors[f"{number}.{index}.{kind}"] = tensor.detach().cpu().contiguous().clone()
         states[name] = {
             "tensors": number,
             "layers": len(layers),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..calibration.traces import read_batches
 from ..errors import CalibrationError
 from ..generation_kvbridge import KVBridge
+from ..geometry import KVGeometry
 from ..handoff import HandoffPolicy, HandoffReport
 from ..modeling_kvbridge import KVBridgeMapper
 from ..prompt_layout import left_aligned
@@ -27,6 +28,8 @@ TOKEN_QUANTILES = (0.001, 0.999)
 # Norms kept for a quantile, for each layer and kind.
 MAX_NORMS = 100_000
 MIN_ROWS = 20
+# With the source at hand every one of them is known.
+_PARTS = ("tokens", "nll", "source_nll", "divergence")
 
 
 @dataclass
@@ -103,7 +106,7 @@ def _observe(
 ) -> _Observations:
     num_layers = int(bridge.mapper.config.target_geometry["num_layers"])
     found = _Observations([[] for _ in range(2 * num_layers)], [], [], [])
-    vocab = min(model.get_input_embeddings().weight.shape[0] for model in (bridge.source_model, target))
+    vocab = min(KVGeometry.from_model(model).vocab_size for model in (bridge.source_model, target))
     for ids, mask in _prompts(token_batches, vocab, bridge, policy, seed):
         gate = HandoffGate(policy.gates, bridge.mapper.config, HandoffReport())
         cache, handed = bridge.prepare(target, ids, mask, None, None, None, policy, gate)
@@ -176,12 +179,7 @@ def _magnitude(found: _Observations, quantile: float) -> MagnitudeModel:
 def _suffix(found: _Observations, quantile: float) -> SuffixModel | None:
     if not found.scores:
         return None
-    scores = SuffixScores(
-        *(
-            torch.cat([getattr(part, name) for part in found.scores])
-            for name in ("tokens", "nll", "source_nll", "divergence")
-        )
-    )
+    scores = SuffixScores(**{name: torch.cat([getattr(part, name) for part in found.scores]) for name in _PARTS})
     statistics = {}
     for name in STATISTICS:
         values = getattr(scores, name).double()
@@ -194,8 +192,7 @@ def _suffix(found: _Observations, quantile: float) -> SuffixModel | None:
 
 
 def _select(scores: SuffixScores, rows: torch.Tensor) -> SuffixScores:
-    picked = [getattr(scores, name) for name in ("tokens", "nll", "source_nll", "divergence")]
-    return SuffixScores(*(None if values is None else values[rows] for values in picked))
+    return SuffixScores(**{name: getattr(scores, name)[rows] for name in _PARTS})
 
 
 def _quantiles(values: torch.Tensor) -> dict[str, float]:

@@ -185,7 +185,8 @@ class HandoffGate:
                 "why": "no known tokens to score: the native suffix is one column, or there are no input_ids",
             }
             return
-        score, seen = self.suffix_score(scores), {}
+        score = self.suffix_score(scores)
+        seen: dict[str, Any] = {}
         enough = scores.tokens > 0
         beyond = torch.zeros_like(enough)
         model = None if self.defaults is None else self.defaults.suffix_likelihood

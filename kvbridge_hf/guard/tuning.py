@@ -70,7 +70,9 @@ def tune_gate(
         raise CalibrationError(f"kl_field must be 'kl' or 'kl_last', got {kl_field!r}.")
     if not 0 <= miss_rate < 1 or not max_kl > 0:
         raise CalibrationError(f"miss_rate must be in [0, 1) and max_kl above 0, got {miss_rate!r} and {max_kl!r}.")
-    good, bad, left_out = [], [], 0
+    good: list[float] = []
+    bad: list[float] = []
+    left_out = 0
     for event in events:
         for row in event.get("rows", ()) if event.get("event") == "shadow" else ():
             value, kl = row.get(statistic), row.get(kl_field)
