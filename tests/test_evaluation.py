@@ -473,6 +473,7 @@ def test_a_model_bridged_to_itself_is_perfect(target, documents, questions, poli
     assert handoff["kl"]["estimate"] < 1e-5 and handoff["answer_kl"]["estimate"] < 1e-5
     assert handoff["attention_cosine"]["min"] > 1 - 1e-5 and report["answers"]["same_choice"] == 1.0
     assert report["headline"]["gap_recovered"]["estimate"] is None  # there is no gap between a model and itself
+    assert "no gap in accuracy" in to_markdown(report)
     assert all(stats["median"] > 0 for stats in report["latency"]["paths"].values())
     # The identity map is a square of the KV width for keys and for values in each of three layers.
     cost, sinks, suffix = PrefillCost.from_model(target), *((0, 1) if policy is None else (2, 3))

@@ -14,7 +14,9 @@ from transformers import Cache, PreTrainedModel
 
 from ..generation_kvbridge import KVBridge
 from ..geometry import KVGeometry
+from ..handoff_repair import SENSITIVITY_WINDOW
 from ..modeling_kvbridge import KVBridgeMapper
+from ..prompt_reading import read_columns
 from ..rotary import ContentRotary, positions_from_mask
 from .errors import EvaluationError
 from .flops import PrefillCost, handoff_flops, map_flops_per_token
@@ -27,7 +29,7 @@ class Handoff(Protocol):
 
     Called with `input_ids` and `attention_mask` `(batch, tokens)`, padded on the left, it returns a cache of the
     target for all but the last n columns; the target reads those itself (and the last one in any case). Two
-    attributes are optional:
+    attributes are optional (and see [`BridgeHandoff`] for those of a handoff that recomputes tokens by the question):
 
         num_sinks (int): first tokens of a row that the target computed itself (0 if missing);
         flops(num_tokens) -> dict: `map` and `native`, the operations for a prompt of that many tokens.
@@ -66,8 +68,8 @@ class BridgeHandoff:
         own = self.bridge.policy.num_native_suffix
         return max(1, int(self.mapper.config.num_native_suffix if own is None else own))
 
-    def flops(self, num_tokens: int) -> dict[str, float]:
-        """Operations of one handoff; see [`~evaluation.flops.handoff_flops`]."""
+    def flops(self, num_tokens: int, num_suffix: int | None = None) -> dict[str, float]:
+        """Operations of one handoff without repair; see [`~evaluation.flops.handoff_flops`]."""
         if self._target_cost is None:
             self._target_cost = PrefillCost.from_model(self.target_model)
         return handoff_flops(
@@ -75,7 +77,54 @@ class BridgeHandoff:
             num_tokens,
             map_per_token=map_flops_per_token(self.mapper),
             num_sinks=self.num_sinks,
-            num_suffix=self.num_native_suffix,
+            num_suffix=self.num_native_suffix if num_suffix is None else num_suffix,
+            native_layers=self.native_layers,
+        )
+
+    @property
+    def native_layers(self) -> int:
+        """The policy's number of native lowest layers, or else the mapper's."""
+        own = self.bridge.policy.native_layers
+        return int(self.mapper.config.native_layers if own is None else own)
+
+    @property
+    def reads_question(self) -> bool:
+        """Whether what the handoff recomputes depends on the question, so that each question needs one of its own."""
+        own = self.bridge.policy.native_fraction
+        return (self.mapper.config.native_fraction if own is None else own) > 0
+
+    def choice_flops(self, num_tokens: int, num_question: int) -> float:
+        """Operations of choosing what to recompute: what either model reads for that beyond its part of the handoff."""
+        if not self.reads_question:
+            return 0.0
+        own = self.bridge.policy.repair
+        ways = (self.mapper.config.repair if own is None else own).split("+")
+        source = PrefillCost.from_model(self.bridge.source_model)
+        target = PrefillCost.from_model(self.target_model)
+        return sum(
+            {
+                "source_attention": source.flops(num_question, num_tokens),
+                "target_attention": target.flops(num_question, num_tokens),
+                "surprise": source.flops(num_tokens),
+                "sensitivity": source.flops(min(SENSITIVITY_WINDOW, num_tokens), num_tokens),
+            }.get(way, 0.0)
+            for way in ways
+        )
+
+    def for_questions(
+        self, batch: Batch
+    ) -> Cache | None:
+        """One handoff for every row of a batch, of its prefix as the source has read it, with its question at hand."""
+        device = self.target_model.device
+        source_cache = read_columns(self.bridge.source_model, batch.prefix_ids, batch.prefix_mask.bool())
+        source_cache.batch_select_indices(batch.rows.to(self.bridge.source_model.device))
+        prefix_mask = batch.prefix_mask[batch.rows]
+        return self.bridge.handoff(
+            input_ids=torch.cat([batch.prefix_ids[batch.rows], batch.suffix_ids], dim=1).to(device),
+            attention_mask=torch.cat([prefix_mask, batch.suffix_mask], dim=1).to(device),
+            source_cache=source_cache,
+            source_attention_mask=prefix_mask.to(device),
+            target_model=self.target_model,
         )
 
     def __call__(
@@ -239,8 +288,17 @@ def with_native_sinks(
     return merged
 
 
-def native_only_mask(batch: Batch, held: int, num_sinks: int) -> torch.Tensor:
-    """The prefix mask `(prefixes, columns)` without the mapped tokens; sinks and the columns from `held` on stay."""
+def native_only_mask(
+    batch: Batch, held: int, num_sinks: int, repaired: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The prefix mask `(prefixes, columns)` without the mapped tokens; sinks and the columns from `held` on stay.
+
+    With `repaired`, `(rows, held)`, it is `(rows, columns)` and these tokens stay too.
+    """
+    if repaired is not None:
+        kept = torch.nn.functional.pad(repaired.cpu(), (0, batch.prefix_mask.shape[1] - held))
+        plain = native_only_mask(batch, held, num_sinks)[batch.rows]
+        return torch.where(kept, batch.prefix_mask[batch.rows], plain)
     position = positions_from_mask(batch.prefix_mask)
     column = torch.arange(batch.prefix_mask.shape[1])
     return batch.prefix_mask * ((position < num_sinks) | (column >= held))

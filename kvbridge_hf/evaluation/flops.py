@@ -22,6 +22,10 @@ from ..config_facts import decoder_of, text_config
 from .errors import EvaluationError
 
 
+# What the models of transformers call the projections before the attention.
+_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "W_pack")
+
+
 @dataclass(frozen=True)
 class PrefillCost:
     """FLOPs of reading tokens with a model.
@@ -29,22 +33,28 @@ class PrefillCost:
     Attributes:
         linear_per_token: operations of all linear layers for one token.
         attention_per_pair: operations of all layers' attention for one query looking at one key.
+        num_layers: of the model.
+        qkv_per_layer: operations of one layer's query, key and value projections for one token, on average.
     """
 
     linear_per_token: float
     attention_per_pair: float
+    num_layers: int = 1
+    qkv_per_layer: float = 0.0
 
     @classmethod
     def from_model(cls, model: nn.Module) -> PrefillCost:
         """Counts the layers of a causal LM; weights on the meta device will do."""
         config = text_config(model.config)  # type: ignore[arg-type]
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        linear = 0.0
-        for module in decoder_of(model).modules():
+        linear = qkv = 0.0
+        for name, module in decoder_of(model).named_modules():
             # Quantised layers keep these two names and not the shape of the weight.
             inner, outer = getattr(module, "in_features", None), getattr(module, "out_features", None)
             if isinstance(inner, int) and isinstance(outer, int):
                 linear += 2.0 * inner * outer
+                if name.rsplit(".", 1)[-1] in _QKV:
+                    qkv += 2.0 * inner * outer
                 continue
             # Experts are held as stacked matrices (experts, in, out), of which a token meets a few.
             for parameter in module.parameters(recurse=False):
@@ -52,12 +62,26 @@ class PrefillCost:
                     linear += 2.0 * parameter.numel() * _active_share(config, parameter.shape[0])
         if linear == 0.0:
             raise EvaluationError(f"Found no linear layers in {type(model).__name__}; its FLOPs cannot be counted.")
-        return cls(linear, 4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim)
+        layers = config.num_hidden_layers
+        return cls(linear, 4.0 * layers * config.num_attention_heads * head_dim, layers, (qkv or linear) / layers)
 
     def flops(self, num_tokens: int, num_before: int = 0) -> float:
         """Operations for `num_tokens` tokens after `num_before` tokens that the cache holds."""
         pairs = num_tokens * num_before + num_tokens * (num_tokens + 1) / 2
         return self.linear_per_token * num_tokens + self.attention_per_pair * pairs
+
+
+    def flops_at(self, positions: Iterable[int]) -> float:
+        """Operations for tokens at these positions, each of which looks at all tokens up to itself."""
+        places = list(positions)
+        return self.linear_per_token * len(places) + self.attention_per_pair * (sum(places) + len(places))
+
+    def flops_of_lowest_layers(self, num_tokens: int, num_layers: int) -> float:
+        """Operations until the keys and values of the lowest layers are there: all but the last of these runs whole."""
+        if num_layers == 0:
+            return 0.0
+        whole = self.flops(num_tokens) * (num_layers - 1) / self.num_layers
+        return whole + self.qkv_per_layer * num_tokens
 
 
 def _active_share(config: Any, num_experts: int) -> float:
@@ -85,7 +109,13 @@ def map_flops_per_token(mapper: Any) -> float:
 
 
 def handoff_flops(
-    target: PrefillCost, num_tokens: int, *, map_per_token: float, num_sinks: int, num_suffix: int
+    target: PrefillCost,
+    num_tokens: int,
+    *,
+    map_per_token: float,
+    num_sinks: int,
+    num_suffix: int,
+    native_layers: int = 0,
 ) -> dict[str, float]:
     """Operations of one handoff of a prompt, part by part.
 
@@ -95,15 +125,18 @@ def handoff_flops(
         map_per_token: operations of the map for one token.
         num_sinks: first tokens that the target reads itself.
         num_suffix: last tokens that the target reads itself, on top of all before them.
+        native_layers: lowest layers that the target computes itself for all other tokens; they are not mapped.
 
     Returns:
-        `map`, `native` (sinks and suffix), `total`, and `prefill`, what the target would have spent alone.
+        `map`, `native` (sinks, suffix and lowest layers), `total`, and `prefill`, what the target would have spent alone.
     """
     suffix = min(num_suffix, num_tokens)
     sinks = min(num_sinks, num_tokens - suffix)
     mapped = num_tokens - suffix - sinks
     native = target.flops(sinks) + target.flops(suffix, num_before=num_tokens - suffix)
-    parts = {"map": map_per_token * mapped, "native": native}
+    native += target.flops_of_lowest_layers(num_tokens - suffix, native_layers)
+    mapped_layers = 1 - native_layers / target.num_layers
+    parts = {"map": map_per_token * mapped * mapped_layers, "native": native}
     return {**parts, "total": sum(parts.values()), "prefill": target.flops(num_tokens)}
 
 

@@ -168,12 +168,20 @@ class Judge:
         """All conditions on one batch; a text instead of scores says why a control is not defined."""
         device = self.target_model.device
         scores: dict[str, BatchScores | str] = {name: run() for name, run in self._fixed(suite, index, batch).items()}
-        cache = handoff(batch.prefix_ids.to(device), batch.prefix_mask.to(device))
+        # A continuation is what a document is scored on, so only a question may be looked at before it is answered.
+        by_row = suite == "questions" and bool(getattr(handoff, "reads_question", False))
+        if by_row:
+            cache = handoff.for_questions(batch)  # type: ignore[attr-defined]
+        else:
+            cache = handoff(batch.prefix_ids.to(device), batch.prefix_mask.to(device))
         held = leave_last_column(cache, batch.prefix_ids.shape[1])
         sinks = min(int(getattr(handoff, "num_sinks", 0)), held)
+        repaired = getattr(cache, "repaired", None)
+        repaired = None if repaired is None else repaired[:, :held].cpu()
         cache = DynamicCache() if cache is None else cache
-        if batch.rows.shape[0] != batch.num_prefixes:
+        if not by_row and batch.rows.shape[0] != batch.num_prefixes:
             cache.batch_select_indices(batch.rows.to(device))
+            repaired = None if repaired is None else repaired[batch.rows]
         own = self._own_of(suite, index, batch)
         handed = self._score_and_read(batch, own, lambda: read_suffix(self.target_model, cache, batch))
         scores["handoff"], reading = handed
@@ -183,16 +191,23 @@ class Judge:
         if "unmapped" in controls:
             scores["unmapped"] = self._unmapped(suite, index, batch, held, sinks)
         if "native_only" in controls:
-            scores["native_only"] = self._native_only(suite, index, batch, held, sinks)
+            scores["native_only"] = self._native_only(suite, index, batch, held, sinks, repaired)
 
-        self._add_r2(tally, suite, batch, own, entries, sinks)
+        self._add_r2(tally, suite, batch, own, entries, sinks, repaired)
         status = str(getattr(getattr(cache, "report", None), "status", "ok"))
-        lengths = batch.prefix_mask.sum(1).tolist()
-        tally.statuses[status] = tally.statuses.get(status, 0) + batch.num_prefixes
-        tally.costs += self._costs(handoff, lengths, fell_back=status == "fallback")
-        tally.prompt_tokens += sum(lengths)
-        first = batch.prefix_mask[:, :held].sum(1).clamp(max=sinks)
-        tally.native_tokens += int(batch.prefix_mask[:, held:].sum() + first.sum())
+        # Where a handoff depends on the question, each question pays for the whole of its own.
+        prefixes = batch.rows if by_row else torch.arange(batch.num_prefixes)
+        mask = batch.prefix_mask[prefixes]
+        of_prefix = None if repaired is None else repaired if by_row else repaired[batch.first_rows]
+        tally.statuses[status] = tally.statuses.get(status, 0) + len(prefixes)
+        rest = mask.shape[1] - held
+        questions = batch.suffix_mask.sum(1).tolist() if by_row else [rest] * len(prefixes)
+        tally.costs += self._costs(
+            handoff, mask, questions, of_prefix, num_suffix=rest, fell_back=status == "fallback"
+        )
+        tally.prompt_tokens += int(mask.sum())
+        tally.native_tokens += int(mask[:, held:].sum() + mask[:, :held].sum(1).clamp(max=sinks).sum())
+        tally.native_tokens += 0 if of_prefix is None else int(of_prefix.sum())
         return scores
 
     # The conditions
@@ -271,10 +286,14 @@ class Judge:
 
         return self._once(("unmapped", suite, index, held, sinks), run)()
 
-    def _native_only(self, suite: str, index: int, batch: Batch, held: int, sinks: int) -> BatchScores:
+    def _native_only(
+        self, suite: str, index: int, batch: Batch, held: int, sinks: int, repaired: torch.Tensor | None
+    ) -> BatchScores:
         def run() -> BatchScores:
             own = self._own_of(suite, index, batch)
-            hidden = native_only_mask(batch, held, sinks)
+            hidden = native_only_mask(batch, held, sinks, repaired)
+            if repaired is not None:
+                return self._score(batch, own, lambda: self._read_hidden(batch, hidden))
             cache = prefill(self.target_model, batch, batch.prefix_ids.shape[1] - 1, mask=hidden)
             if cache is not None:
                 cache.batch_select_indices(batch.rows.to(self.target_model.device))
@@ -290,7 +309,13 @@ class Judge:
                 ),
             )
 
-        return self._once(("native_only", suite, index, held, sinks), run)()
+        return run() if repaired is not None else self._once(("native_only", suite, index, held, sinks), run)()
+
+    def _read_hidden(self, batch: Batch, hidden: torch.Tensor) -> Reading:
+        """Rows whose own part of the prefix is hidden, which so share no cache."""
+        return read_suffix(
+            self.target_model, None, batch, prefix_mask=hidden, position_mask=batch.prefix_mask[batch.rows]
+        )
 
     def _score(
         self, batch: Batch, own: Own, read: Callable[[], Reading], model: PreTrainedModel | None = None
@@ -303,8 +328,17 @@ class Judge:
         model = self.target_model if model is None else model
         return score_batch(model, batch, own, read, attention=self.attention and model is self.target_model)
 
-    def _add_r2(self, tally: _Tally, suite: str, batch: Batch, own: Own, entries: list[Any], sinks: int) -> None:
-        """Compares handed-over entries with the target's own in content space, native sinks and padding left out."""
+    def _add_r2(
+        self,
+        tally: _Tally,
+        suite: str,
+        batch: Batch,
+        own: Own,
+        entries: list[Any],
+        sinks: int,
+        repaired: torch.Tensor | None,
+    ) -> None:
+        """Compares handed-over entries with the target's own in content space; native tokens and padding left out."""
         if not own.entries or not entries:
             return
         if self._rotary is None:
@@ -313,6 +347,8 @@ class Judge:
         positions = positions_from_mask(batch.prefix_mask)[:, :held]
         valid = batch.prefix_mask[:, :held].bool() & (positions >= sinks)
         first = batch.first_rows
+        if repaired is not None:
+            valid &= ~repaired[first, :held]
         for layer, ((own_keys, own_values), (keys, values)) in enumerate(zip(own.entries, entries, strict=True)):
             at = positions.to(own_keys.device)
             keys, values = (states[first.to(states.device), :, :held].to(own_keys) for states in (keys, values))
@@ -323,16 +359,34 @@ class Judge:
             of_keys.add(layer, strip(own_keys, at, layer), strip(keys, at, layer), mask)
             of_values.add(layer, own_values, values, mask)
 
-    def _costs(self, handoff: Handoff, lengths: list[int], *, fell_back: bool) -> list[dict[str, float]]:
+    def _costs(
+        self,
+        handoff: Handoff,
+        mask: torch.Tensor,
+        questions: list[int],
+        repaired: torch.Tensor | None,
+        *,
+        num_suffix: int,
+        fell_back: bool,
+    ) -> list[dict[str, float]]:
         flops = getattr(handoff, "flops", None)
+        positions = positions_from_mask(mask)
         costs = []
-        for length in lengths:
+        for row, length in enumerate(mask.sum(1).tolist()):
             full = self._target_cost.flops(length)
             cost = {"prefill": full, "source_prefill": self._source_cost.flops(length)}
             if fell_back:
-                cost |= {"map": 0.0, "native": full, "total": full}
+                cost |= {"map": 0.0, "native": full, "repair": 0.0, "choice": 0.0, "total": full}
             elif flops is not None:
-                parts = flops(length)
-                cost |= {"map": parts["map"], "native": parts["native"], "total": parts["map"] + parts["native"]}
+                if repaired is None:
+                    parts = flops(length)
+                    again = choice = 0.0
+                else:
+                    parts = flops(length, num_suffix=num_suffix)
+                    places = positions[row, : repaired.shape[1]][repaired[row]]
+                    again = self._target_cost.flops_at(places.tolist())
+                    choice = handoff.choice_flops(length, questions[row])  # type: ignore[attr-defined]
+                cost |= {"map": parts["map"], "native": parts["native"], "repair": again, "choice": choice}
+                cost["total"] = sum(cost[part] for part in ("map", "native", "repair", "choice"))
             costs.append(cost)
         return costs

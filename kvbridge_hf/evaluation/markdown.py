@@ -24,6 +24,8 @@ def to_markdown(report: dict[str, Any], title: str | None = None) -> str:
     lines += _headline(report)
     lines += _conditions(report)
     lines += _kinds(report)
+    if any("[no interval]" in line for line in lines):
+        lines += ["No interval: in too many resamples the ratio has no positive denominator.", ""]
     lines += _rest(report)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -50,6 +52,16 @@ def bracketed(entry: dict[str, Any] | None, digits: int = 3, percent: bool = Fal
     scale = 100 if percent else 1
     digits = 1 if percent else digits
     return f"{estimate} [{scale * entry['low']:.{digits}f}, {scale * entry['high']:.{digits}f}]"
+
+
+def _repair(cost: dict[str, Any]) -> str:
+    """What repair adds; reports from before it have no such entry."""
+    if not cost.get("repair_share"):
+        return ""
+    return (
+        f"; repair {number(cost['repair_share'], percent=True)}, choosing what to repair "
+        f"{number(cost['choice_share'], percent=True)}"
+    )
 
 
 def _data_line(data: dict[str, Any]) -> str:
@@ -82,7 +94,11 @@ def _headline(report: dict[str, Any]) -> list[str]:
         percent = "nll" not in key
         beside = [number(entry.get(name), percent=percent) for name in ("handoff", "target", "source", "no_context")]
         rows.append([label, bracketed(entry, percent=True), *beside])
-    return table(["", "value", "handoff", "target", "source", "no context"], rows)
+    lines = table(["", "value", "handoff", "target", "source", "no context"], rows)
+    gap = report["headline"].get("gap_recovered")
+    if gap is not None and gap["estimate"] is None:
+        lines += ["There is no gap in accuracy to recover: the target alone is not better than the source alone.", ""]
+    return lines
 
 
 def _conditions(report: dict[str, Any]) -> list[str]:
@@ -138,7 +154,7 @@ def _rest(report: dict[str, Any]) -> list[str]:
             f"Cost: {number(cost['share_of_prefill'], percent=True)} of the target's own prefill FLOPs "
             f"(map {number(cost['map_share'], percent=True)}, native parts "
             f"{number(cost['native_share'], percent=True)}, which are "
-            f"{number(cost['native_token_share'], percent=True)} of the tokens). The source's own prefill is "
+            f"{number(cost['native_token_share'], percent=True)} of the tokens{_repair(cost)}). The source's own prefill is "
             f"{number(cost['source_prefill_share'], percent=True)}.",
             "",
         ]

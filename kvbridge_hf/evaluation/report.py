@@ -285,6 +285,8 @@ def _cost(judgement: Judgement) -> dict[str, Any]:
         "share_of_prefill": judgement.cost["total"],
         "map_share": judgement.cost["map"],
         "native_share": judgement.cost["native"],
+        "repair_share": judgement.cost["repair"],
+        "choice_share": judgement.cost["choice"],
         "source_prefill_share": judgement.cost["source_prefill"],
     }
 
