@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config_facts import decoder_of, text_config
+from ..attention_outputs import output_projections
+from ..config_facts import text_config
 from ..errors import UnsupportedModelError
 from .errors import EvaluationError
-
-# What the models of transformers call the projection behind the attention.
-_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 def log_probs(logits: torch.Tensor) -> torch.Tensor:
@@ -70,29 +68,18 @@ class AttentionOutputs:
     """
 
     def __init__(self, model: nn.Module, keep_last: int | None = None):
-        config = text_config(model.config)  # type: ignore[arg-type]
-        self.num_heads = config.num_attention_heads
+        self.num_heads = text_config(model.config).num_attention_heads  # type: ignore[arg-type]
         self.keep_last = keep_last
         self.outputs: list[torch.Tensor] = []
-        self._projections: dict[int, nn.Module] = {}
         self._handles: list[Any] = []
-        for module in decoder_of(model).modules():
-            layer = getattr(module, "layer_idx", None)
-            if not isinstance(layer, int) or layer in self._projections:
-                continue
-            projection = next((p for name in _OUTPUT_PROJECTIONS if (p := getattr(module, name, None))), None)
-            if projection is not None:
-                self._projections[layer] = projection
-        if sorted(self._projections) != list(range(config.num_hidden_layers)):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has {config.num_hidden_layers} layers, but attention output projections "
-                f"({', '.join(_OUTPUT_PROJECTIONS)}) were found in layers {sorted(self._projections)}; judge it with "
-                "attention=False."
-            )
+        try:
+            self._projections = output_projections(model)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error} Judge it with attention=False.") from error
 
     def __enter__(self) -> AttentionOutputs:
         self.outputs = [torch.empty(0)] * len(self._projections)
-        for layer, projection in self._projections.items():
+        for layer, projection in enumerate(self._projections):
             self._handles.append(projection.register_forward_pre_hook(self._hook(layer)))
         return self
 
