@@ -15,6 +15,7 @@ from .configuration_kvbridge import KVBridgeConfig
 from .errors import KVBridgeError
 from .generation_kvbridge import KVBridge
 from .geometry import KVGeometry, check_pair
+from .guard.settings import Gates, Shadow
 from .handoff import HandoffFallbackWarning, HandoffPolicy, HandoffReport
 from .modeling_kvbridge import KVBridgeMapper
 
@@ -25,12 +26,14 @@ generate_hook.install()
 # name -> module that has it
 _LAZY = {
     "FitConfig": "mappers.config",
+    "HandoffSession": "session",
     "fit_mapper": "calibration.driver",
 }
 
 if TYPE_CHECKING:
     from .calibration.driver import fit_mapper
     from .mappers.config import FitConfig
+    from .session import HandoffSession
 
 
 def __getattr__(name: str) -> Any:
@@ -47,14 +50,17 @@ __all__ = [
     "BridgedCache",
     "BridgedLayer",
     "FitConfig",
+    "Gates",
     "HandoffFallbackWarning",
     "HandoffPolicy",
     "HandoffReport",
+    "HandoffSession",
     "KVBridge",
     "KVBridgeConfig",
     "KVBridgeError",
     "KVBridgeMapper",
     "KVGeometry",
+    "Shadow",
     "check_pair",
     "fit_mapper",
 ]

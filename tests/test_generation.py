@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -27,6 +29,7 @@ from transformers import (
     pipeline,
 )
 
+import kvbridge_hf
 from kvbridge_hf import BridgedCache, HandoffFallbackWarning, HandoffPolicy, KVBridge, KVBridgeMapper, generate_hook
 from kvbridge_hf.cache_argument import CACHE_ARG, cache_kwargs, output_cache
 from kvbridge_hf.errors import FingerprintError, GenerateArgumentError, KVBridgeError, PairMismatchError
@@ -464,7 +467,7 @@ def test_what_cannot_work_says_so(models, bridge):
     assert good
     lenient = KVBridge(*models[::2], HandoffPolicy(on_failure="prefill"))
     with pytest.raises(GenerateArgumentError):  # wrong arguments are no reason to fall back
-        target.generate(ids, bridge=lenient, use_cache=False)
+        target.generate(ids, bridge=lenient, use_cache=False, max_new_tokens=3)
 
 
 def test_an_encoder_decoder_is_refused(models, bridge):
@@ -593,6 +596,17 @@ def test_install_twice_and_uninstall():
         assert GenerationMixin.generate is hook.__wrapped__
     finally:
         generate_hook.install()
+
+
+def test_public_names_and_a_light_import():
+    for name in kvbridge_hf.__all__:
+        assert name in dir(kvbridge_hf) and getattr(kvbridge_hf, name).__module__.startswith("kvbridge_hf.")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kvbridge_hf.nothing  # noqa: B018
+    heavy = ["calibration", "evaluation", "session", "mappers", "cli"]
+    code = f"import sys, kvbridge_hf; print([m for m in {heavy} if 'kvbridge_hf.' + m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 def test_threads_share_a_bridge(models):
