@@ -35,6 +35,10 @@ class FingerprintError(KVBridgeError, ValueError):
     """A mapper met another checkpoint, revision or tokenizer than the one it was fitted for."""
 
 
+class ModelNotFoundError(KVBridgeError, OSError):
+    """A name is neither a folder, a config file, a known model nor a repository that can be reached."""
+
+
 class ArtifactError(KVBridgeError, OSError):
     """A saved mapper is damaged or malformed."""
 
@@ -77,6 +81,7 @@ __all__ = [
     "GenerateArgumentError",
     "HandoffRejected",
     "KVBridgeError",
+    "ModelNotFoundError",
     "PairMismatchError",
     "UnsupportedModelError",
 ]
