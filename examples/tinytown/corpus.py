@@ -128,7 +128,7 @@ class Writer:
         self.add(self.pick(W.INTRODUCTIONS, f=self.world.full[person]))
         options = [a for a in self.attributes if (a, person) not in self.world.values]
         for attribute in self.rng.sample(options, min(len(options), self.rng.randint(2, 3))):
-            self.state(attribute, person, pronoun=self.rng.random() < 0.6)
+            self.state(attribute, person, pronoun=self.rng.random() < 0.25)
 
     def fact(self) -> bool:
         """One fact that has not been told yet; False when all of them have."""
@@ -140,7 +140,7 @@ class Writer:
         if not options:
             return False
         attribute, person = rng.choice(options)
-        if self.level == 3 and not self.diary and person not in world.introduced and rng.random() < 0.4:
+        if self.level == 3 and not self.diary and person not in world.introduced and rng.random() < 0.25:
             self.introduce(person)
         else:
             self.state(attribute, person)
