@@ -19,6 +19,7 @@ from kvbridge_hf.mappers.distillation import Student, distill
 from kvbridge_hf.mappers.distillation_data import StepBatches, sequences_of, validation_batches
 from kvbridge_hf.mappers.functional import FunctionalHandoff, frozen, mean_kl
 from kvbridge_hf.mappers.learning_rate import search_learning_rate
+from kvbridge_hf.mappers.preconditioning import covariance_of, plain_state, precondition
 
 VOCAB = 96
 SHORT = {"min_prefix": 6, "min_continuation": 4, "max_continuation": 10, "batch_size": 4}
@@ -260,3 +261,47 @@ def test_only_the_mapper_is_a_part_of_the_student(pair, start):
     student = Student(start, FunctionalHandoff(*pair), DistillationConfig())
     assert isinstance(student, nn.Module)
     assert {name.partition(".")[0] for name in student.state_dict()} == {"mapper"}
+
+
+# ---- white coordinates ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("support", ["full_head", "head_local"])
+def test_white_coordinates_change_the_path_and_not_the_start(pair, support, tmp_path):
+    config = FitConfig(top_k=2, num_sinks=1, num_native_suffix=2, heldout_fraction=0.3, support=support)
+    start = fit_mapper(*pair, BATCHES, config, progress=False)
+    handoff = FunctionalHandoff(*pair, 1, 2)
+    contents = [handoff.read_source(batch, 20) for batch in read_batches(BATCHES, VOCAB)]
+    roots = covariance_of(start, 1, contents)
+    layers = start.config.selected_layers[1]
+    x = torch.cat([torch.cat([c.values(layer)[:, :, 1:] for layer in layers], dim=-1) for c in contents])
+    if support == "full_head":  # features are layer by layer, and head by head within one
+        x = torch.cat(
+            [
+                torch.cat([c.values(layer)[:, :, 1:].transpose(1, 2).flatten(2) for layer in layers], -1)
+                for c in contents
+            ]
+        ).unsqueeze(1)
+    for head in range(x.shape[1]):
+        rows = x[:, head].flatten(0, 1).double()
+        covariance = (rows - rows.mean(0)).T @ (rows - rows.mean(0)) / len(rows)
+        covariance = covariance / covariance.diagonal().mean() + 1e-4 * torch.eye(len(covariance))
+        root = roots[1, 1, head].double()
+        torch.testing.assert_close(root @ covariance @ root, torch.eye(len(root)).double(), atol=1e-3, rtol=0)
+    white = type(start)(start.config)
+    white.load_state_dict(start.state_dict())
+    precondition(white, roots)
+    assert all(torch.equal(plain_state(white)[name], tensor) for name, tensor in start.state_dict().items())
+    trained = run(pair, start, tmp_path, steps=4, precondition=True)
+    plain = run(pair, start, steps=4)
+    assert trained.state_dict().keys() == start.state_dict().keys()
+    assert not torch.equal(trained.key_weight, plain.key_weight)
+    assert validation_kl(pair, trained) <= validation_kl(pair, start)
+    again = run(pair, start, tmp_path, steps=4, precondition=True)
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), again.parameters(), strict=True))
+
+
+def test_white_coordinates_are_for_affine_maps(pair):
+    config = FitConfig(method="low_rank", rank=2, top_k=1, num_sinks=1, heldout_fraction=0.3)
+    with pytest.raises(FitConfigError, match="low_rank"):
+        run(pair, fit_mapper(*pair, BATCHES, config, progress=False), steps=1, precondition=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..attention_outputs import recorded_attention
 from ..calibration.traces import Batch, read_batches
@@ -30,8 +31,12 @@ from .distillation_data import StepBatches, sequences_of, validation_batches
 from .distillation_run import Run, RunFolder, train_run
 from .functional import FunctionalHandoff, frozen, kl_on_tokens, mean_kl
 from .learning_rate import search_learning_rate
+from .preconditioning import covariance_of, precondition
 
 logger = logging.getLogger(__name__)
+
+# Batches from which the features' covariance is taken, with `precondition`.
+PRECONDITION_BATCHES = 64
 
 
 class Student(nn.Module):
@@ -51,8 +56,12 @@ class Student(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, boundary: torch.Tensor) -> dict[str, Any]:
         """Loss of one batch whose continuation starts at column `boundary`."""
+        # A map in white coordinates is a product: computed once a forward, not once a layer.
+        with parametrize.cached():
+            return self._loss(input_ids, attention_mask, int(boundary))
+
+    def _loss(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, start: int) -> dict[str, Any]:
         config, handoff = self._config, self._handoff
-        start = int(boundary)
         batch = Batch(input_ids, attention_mask.bool(), torch.arange(len(input_ids)))
         stop = handoff.mapped_columns(start)
         own_attention: list[torch.Tensor] = []
@@ -161,11 +170,17 @@ def distill(
         }
         best_kl, best = start_kl, start
         if config.steps:
+            roots = None
+            if config.precondition:
+                steps = StepBatches(training, config, min(PRECONDITION_BATCHES, config.steps), seed)
+                contents = (handoff.read_source(*_prefix(handoff, steps[place])) for place in range(len(steps)))
+                roots = covariance_of(start, handoff.num_sinks, contents)
 
             def run(rate: float, run_seed: int, steps: int, name: str | None, evaluations: int) -> Run:
-                student = Student(
-                    copy.deepcopy(start).float().requires_grad_(True), handoff, replace(config, steps=steps)
-                )
+                trained = copy.deepcopy(start).float().requires_grad_(True)
+                if roots is not None:
+                    precondition(trained, roots)
+                student = Student(trained, handoff, replace(config, steps=steps))
                 return train_run(
                     student,
                     StepBatches(training, config, steps, run_seed),
@@ -207,6 +222,13 @@ def distill(
     result.zero_grad(set_to_none=True)
     result.config.fit = {**result.config.fit, "distillation": facts}
     return result
+
+
+def _prefix(handoff: FunctionalHandoff, step: dict[str, torch.Tensor]) -> tuple[Batch, int]:
+    """A step's batch and how many of its columns are mapped."""
+    rows = torch.arange(len(step["input_ids"]))
+    batch = Batch(step["input_ids"], step["attention_mask"], rows)
+    return batch, handoff.mapped_columns(int(step["boundary"]))
 
 
 def _search(run: Any, config: DistillationConfig, folder: RunFolder | None) -> tuple[float, dict[float, float]]:

@@ -24,10 +24,18 @@ from transformers import Trainer, TrainingArguments
 from ..errors import CalibrationError
 from ..fingerprint import model_fingerprint
 from .distillation_config import DistillationConfig
+from .preconditioning import plain_state
 
 RUN_FILE, SEARCH_FILE, BEST_FILE, BEST_STATE = "run.json", "learning_rates.json", "best.json", "best.pt"
 # Files whose code decides what a run computes.
-CODE = ("distillation.py", "distillation_data.py", "distillation_run.py", "functional.py", "learning_rate.py")
+CODE = (
+    "distillation.py",
+    "distillation_data.py",
+    "distillation_run.py",
+    "functional.py",
+    "learning_rate.py",
+    "preconditioning.py",
+)
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Run:
         self.last_kl = kl
         if kl < self.best_kl:
             self.best_kl, self.best_step = kl, step
-            self.best_state = {name: tensor.detach().cpu().clone() for name, tensor in mapper.state_dict().items()}
+            self.best_state = plain_state(mapper)
 
     def summary(self) -> dict[str, Any]:
         return {"kl": self.best_kl, "step": self.best_step, "curve": [list(point) for point in self.curve]}
