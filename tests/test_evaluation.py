@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from kvbridge_hf.cache_argument import cache_kwargs
 from kvbridge_hf.errors import KVBridgeError, UnsupportedModelError
 from kvbridge_hf.evaluation import (
+    BridgeHandoff,
     Document,
     EvaluationError,
     Judge,
@@ -487,6 +488,34 @@ def test_a_model_bridged_to_itself_is_perfect(target, documents, questions, poli
     assert report["cost"]["native_token_share"] == pytest.approx(native / sum(lengths))
 
 
+@pytest.mark.parametrize("way", ["recency", "source_attention"])
+def test_recomputing_every_token_is_perfect_and_costs_a_prefill_more(source, target, documents, questions, way):
+    mapper = KVBridgeMapper.identity(target)
+    with torch.no_grad():
+        mapper.value_weight.zero_()  # nothing of the values comes across
+    judge = Judge(target, target, documents=documents, questions=questions, batch_size=4)
+    kls = {}
+    for fraction in (0.0, 0.5, 1.0):
+        policy = HandoffPolicy(num_sinks=0, num_native_suffix=1, native_fraction=fraction, repair=way)
+        judgement = judge.judge(BridgeHandoff(KVBridge(target, mapper, policy), target))
+        report = build_report(judgement, num_resamples=10)
+        kls[fraction] = report["conditions"]["handoff"]["answer_kl"]["estimate"]
+    assert kls[1.0] < 1e-5 < kls[0.5] < kls[0.0]
+    # Each question has a handoff of its own; every token but the last is computed once more on top of the map.
+    assert report["handoffs"] == {"ok": len(documents) + len(questions)}
+    cost, lengths = PrefillCost.from_model(target), [len(q.context) for q in questions]
+    texts = [len(document.prefix) for document in documents]
+    total = sum(map(cost.flops, lengths + texts))
+    again = sum(cost.flops(n - 1) for n in lengths + texts)
+    assert report["cost"]["repair_share"] == pytest.approx(again / total)
+    read = 0.0
+    if way == "source_attention":
+        read = sum(cost.flops(len(q.question), len(q.context)) for q in questions)
+        read += sum(cost.flops(1, n) for n in texts)
+    assert report["cost"]["choice_share"] == pytest.approx(read / total)
+    assert report["cost"]["native_token_share"] == pytest.approx(1.0)
+
+
 def test_a_mapper_is_checked_against_both_models(source, target, documents):
     with pytest.raises(KVBridgeError):
         judge_handoff(source, target, KVBridgeMapper.identity(target), documents=documents)
@@ -521,6 +550,17 @@ def test_prefill_flops_against_pytorchs_counter(arch):
 def test_reading_in_pieces_costs_the_same():
     cost = PrefillCost.from_model(tiny_model("llama"))
     assert cost.flops(3) + cost.flops(5, num_before=3) == cost.flops(8)
+
+
+def test_lowest_layers_cost_their_projections_and_all_below():
+    cost = PrefillCost.from_model(tiny_model("llama", num_layers=4))
+    below = PrefillCost.from_model(tiny_model("llama", num_layers=2))
+    # Hidden size 64, four query heads and two KV heads of width 16.
+    assert cost.flops_of_lowest_layers(10, 3) == pytest.approx(below.flops(10) + 10 * 2 * 64 * (64 + 32 + 32))
+    assert cost.flops_of_lowest_layers(10, 0) == 0.0
+    parts = handoff_flops(cost, 10, map_per_token=8.0, num_sinks=0, num_suffix=2, native_layers=3)
+    assert parts["map"] == 8.0 * 8 / 4
+    assert parts["native"] == pytest.approx(cost.flops(2, 8) + cost.flops_of_lowest_layers(8, 3))
 
 
 def test_experts_cost_what_a_token_uses():

@@ -94,7 +94,7 @@ class BridgeHandoff:
         return (self.mapper.config.native_fraction if own is None else own) > 0
 
     def choice_flops(self, num_tokens: int, num_question: int) -> float:
-        """Operations of choosing what to recompute: what either model reads for that beyond its part of the handoff."""
+        """Operations of choosing what to recompute: what either model reads for that alone."""
         if not self.reads_question:
             return 0.0
         own = self.bridge.policy.repair
@@ -111,9 +111,7 @@ class BridgeHandoff:
             for way in ways
         )
 
-    def for_questions(
-        self, batch: Batch
-    ) -> Cache | None:
+    def for_questions(self, batch: Batch) -> Cache | None:
         """One handoff for every row of a batch, of its prefix as the source has read it, with its question at hand."""
         device = self.target_model.device
         source_cache = read_columns(self.bridge.source_model, batch.prefix_ids, batch.prefix_mask.bool())
@@ -288,9 +286,7 @@ def with_native_sinks(
     return merged
 
 
-def native_only_mask(
-    batch: Batch, held: int, num_sinks: int, repaired: torch.Tensor | None = None
-) -> torch.Tensor:
+def native_only_mask(batch: Batch, held: int, num_sinks: int, repaired: torch.Tensor | None = None) -> torch.Tensor:
     """The prefix mask `(prefixes, columns)` without the mapped tokens; sinks and the columns from `held` on stay.
 
     With `repaired`, `(rows, held)`, it is `(rows, columns)` and these tokens stay too.

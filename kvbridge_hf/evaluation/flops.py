@@ -21,7 +21,6 @@ from torch import nn
 from ..config_facts import decoder_of, text_config
 from .errors import EvaluationError
 
-
 # What the models of transformers call the projections before the attention.
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "W_pack")
 
@@ -70,14 +69,13 @@ class PrefillCost:
         pairs = num_tokens * num_before + num_tokens * (num_tokens + 1) / 2
         return self.linear_per_token * num_tokens + self.attention_per_pair * pairs
 
-
     def flops_at(self, positions: Iterable[int]) -> float:
         """Operations for tokens at these positions, each of which looks at all tokens up to itself."""
         places = list(positions)
         return self.linear_per_token * len(places) + self.attention_per_pair * (sum(places) + len(places))
 
     def flops_of_lowest_layers(self, num_tokens: int, num_layers: int) -> float:
-        """Operations until the keys and values of the lowest layers are there: all but the last of these runs whole."""
+        """Operations until the lowest layers' keys and values are there: all but the last of them runs whole."""
         if num_layers == 0:
             return 0.0
         whole = self.flops(num_tokens) * (num_layers - 1) / self.num_layers
@@ -128,7 +126,8 @@ def handoff_flops(
         native_layers: lowest layers that the target computes itself for all other tokens; they are not mapped.
 
     Returns:
-        `map`, `native` (sinks, suffix and lowest layers), `total`, and `prefill`, what the target would have spent alone.
+        `map`, `native` (sinks, suffix and lowest layers), `total`, and `prefill`, what the target would have spent
+        alone.
     """
     suffix = min(num_suffix, num_tokens)
     sinks = min(num_sinks, num_tokens - suffix)
