@@ -154,8 +154,8 @@ def _rest(report: dict[str, Any]) -> list[str]:
             f"Cost: {number(cost['share_of_prefill'], percent=True)} of the target's own prefill FLOPs "
             f"(map {number(cost['map_share'], percent=True)}, native parts "
             f"{number(cost['native_share'], percent=True)}, which are "
-            f"{number(cost['native_token_share'], percent=True)} of the tokens{_repair(cost)}). The source's own prefill "
-            f"is {number(cost['source_prefill_share'], percent=True)}.",
+            f"{number(cost['native_token_share'], percent=True)} of the tokens{_repair(cost)}). "
+            f"The source's own prefill is {number(cost['source_prefill_share'], percent=True)}.",
             "",
         ]
     if latency := report.get("latency"):
