@@ -2,9 +2,9 @@
 
     python scripts/stress_handoffs.py [--handoffs 1000] [--threads 8]
 
-Each must equal its single-threaded reference or be a visible fallback (and then equal the target's own result). Memory in
-use after all of them is compared with that after the first 50. Exits with 1 if a handoff is neither, or if memory has grown
-by more than 5 %. The cases are those of tests/stress_workload.py, on tiny random models.
+Each must equal its single-threaded reference or be a visible fallback (and then equal the target's own result). Memory
+in use after all of them is compared with that after the first 50. Exits with 1 if a handoff is neither, or if memory
+has grown by more than 5 %. The cases are those of tests/stress_workload.py, on tiny random models.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def run_case(case: Case, bridge: KVBridge, target) -> Outcome:
     ids, mask = case.ids, case.mask
     source_cache = _source_cache(case, bridge.source_model)
     if case.call in ("handoff", "append"):
-        held = own_cache(target, ids, mask, max(1, ids.shape[1] // 3)) if case.call == "append" else None
+        third = ids.shape[1] // 3
+        held = own_cache(target, ids, mask, third) if case.call == "append" and third > 0 else None
         cache = bridge.handoff(ids, mask, source_cache, target, target_cache=held, policy=case.policy)
         report = bridge.last_report
         columns = cache.get_seq_length()
