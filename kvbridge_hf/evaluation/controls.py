@@ -14,6 +14,8 @@ from transformers import Cache, PreTrainedModel
 
 from ..generation_kvbridge import KVBridge
 from ..geometry import KVGeometry
+from ..guard.settings import Gates
+from ..handoff import HandoffPolicy
 from ..handoff_repair import SENSITIVITY_WINDOW
 from ..modeling_kvbridge import KVBridgeMapper
 from ..prompt_reading import read_columns
@@ -144,7 +146,8 @@ def as_handoff(source_model: PreTrainedModel, target_model: PreTrainedModel, giv
         KVBridgeError: mapper and models do not fit.
     """
     if isinstance(given, KVBridgeMapper):
-        given = KVBridge(source_model, given)
+        # A gate that rejects would put the target's own cache in the place of what is to be judged.
+        given = KVBridge(source_model, given, HandoffPolicy(gates=Gates.off()))
     if isinstance(given, KVBridge):
         given.check_target(target_model)
         return BridgeHandoff(given, target_model)
