@@ -273,7 +273,7 @@ def test_long_prompts_warn_and_go_on():
     model, mapper = calibrated()
     ids, mask = prompt((70, 30))
     bridge = KVBridge(model, mapper)
-    with pytest.warns(UserWarning, match="70 tokens"):
+    with pytest.warns(UserWarning, match="longer than the 64 tokens"):
         report = bridge.handoff(ids, mask, target_model=model).report
     assert report.status == "ok" and report.gates["position_range"]["status"] == "warned" and report.notes
 

@@ -15,6 +15,7 @@ from ..errors import CalibrationError
 from ..generation_kvbridge import KVBridge
 from ..geometry import KVGeometry
 from ..handoff import HandoffPolicy, HandoffReport
+from ..handoff_repair import apply_native_parts
 from ..modeling_kvbridge import KVBridgeMapper
 from ..prompt_layout import left_aligned
 from .defaults import STATISTICS, GateDefaults, MagnitudeModel, SuffixModel
@@ -125,6 +126,7 @@ def _observe(
                 found.norms[2 * index + kind].extend(of_batch[-1])
         found.batches.append((of_batch, int(rows.sum())))
         found.tokens += int(mapped.sum())
+        apply_native_parts(cache, handed, bridge.source_model, target, bridge.mapper.config, policy, gate.report)
         scores = suffix_scores(target, bridge.source_model, cache, handed, keep_columns=False)
         if scores is not None:
             found.scores.append(_select(scores, rows.cpu() & (scores.tokens > 0)))

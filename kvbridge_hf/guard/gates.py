@@ -116,14 +116,12 @@ class HandoffGate:
         beyond = longest > self.max_positions
         seen = {"value": longest, "limit": self.max_positions}
         if beyond and gates.position_range == "warn":
-            text = (
-                f"A row has {longest} tokens and the mapper was calibrated on at most {self.max_positions}; positions "
-                "beyond may be mapped badly."
-            )
             self.report.gates["position_range"] = {"status": "warned", **seen}
-            self.report.notes.append(text)
+            self.report.notes.append(f"A row has {longest} tokens, calibrated were {self.max_positions}.")
+            # The same text each time, so that Python shows it once.
             warnings.warn(
-                text + " Gates(position_range='refuse') reads such prompts natively.",
+                f"A prompt is longer than the {self.max_positions} tokens that the mapper was calibrated on; positions "
+                "beyond may be mapped badly. Gates(position_range='refuse') reads such prompts natively.",
                 PositionRangeWarning,
                 stacklevel=6,
             )
@@ -160,7 +158,7 @@ class HandoffGate:
         model = None if self.defaults is None or not self.wants("magnitude") else self.defaults.magnitude
         if model is None and not self.wants("mapped_finite"):
             return
-        finite, outside = mapped_norms(cache, handed, model)
+        finite, outside = mapped_norms(cache, handed, model, self.report.native_layers)
         if self.wants("mapped_finite"):
             bad = (~finite).nonzero()[:, 0].tolist()
             where = f"not finite: layers {bad[:8]}"
@@ -168,7 +166,7 @@ class HandoffGate:
         if model is None:
             return
         limit = model.max_outside if self.gates.max_outside is None else self.gates.max_outside
-        tokens = (handed.valid & (handed.position_ids >= handed.num_sinks)).sum(-1).cpu()
+        tokens = mapped_columns(cache, handed).sum(-1).cpu()
         worst = outside.amax(0)  # (batch,)
         beyond = (worst > limit) & (worst * tokens > FEW_TOKENS)
         layer = int(outside.amax(1).argmax())
@@ -236,19 +234,22 @@ class HandoffGate:
 
 
 @torch.no_grad()
-def mapped_norms(cache: Cache, handed: Handed, model: MagnitudeModel | None) -> tuple[torch.Tensor, torch.Tensor]:
+def mapped_norms(
+    cache: Cache, handed: Handed, model: MagnitudeModel | None, num_native_layers: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which layers are finite, `(layers,)` bool, and each row's share of tokens outside the range, `(layers, batch)`.
 
-    The larger share of keys and values counts. Without a model every share is zero.
+    The larger share of keys and values counts. Without a model every share is zero, and so it is in the lowest
+    `num_native_layers`, which the target has computed itself: a map shrinks norms, and the range is that of a map.
     """
-    mapped = handed.valid & (handed.position_ids >= handed.num_sinks)
+    mapped = mapped_columns(cache, handed)
     finite, outside = [], []
     for index, layer in enumerate(cache.layers):
         for kind in ("keys", "values"):
             norms = token_norms(getattr(layer, kind), handed)
             shown = mapped.to(norms.device)
             finite.append(torch.where(shown, norms, 0.0).isfinite().all())
-            if model is None:
+            if model is None or index < num_native_layers:
                 outside.append(torch.zeros(len(norms), device=norms.device))
                 continue
             low, high = getattr(model, kind)[index]
@@ -258,6 +259,13 @@ def mapped_norms(cache: Cache, handed: Handed, model: MagnitudeModel | None) -> 
     shares = torch.stack([share.to(first) for share in outside]).unflatten(0, (-1, 2)).amax(1)
     fine = torch.stack([flag.to(first) for flag in finite]).unflatten(0, (-1, 2)).all(1)
     return fine.cpu(), shares.cpu()
+
+
+def mapped_columns(cache: Cache, handed: Handed) -> torch.Tensor:
+    """Which handed-over columns hold mapped tokens, `(batch, columns)`: no padding, and not the target's own."""
+    mapped = handed.valid & (handed.position_ids >= handed.num_sinks)
+    repaired = getattr(cache, "repaired", None)
+    return mapped if repaired is None else mapped & ~repaired.to(mapped.device)
 
 
 def token_norms(states: torch.Tensor, handed: Handed) -> torch.Tensor:
@@ -318,4 +326,12 @@ def _numbers(seen: dict[str, Any]) -> str:
     return ", ".join(shown)
 
 
-__all__ = ["HandoffGate", "Handed", "PositionRangeWarning", "mapped_norms", "suffix_scores", "token_norms"]
+__all__ = [
+    "HandoffGate",
+    "Handed",
+    "PositionRangeWarning",
+    "mapped_columns",
+    "mapped_norms",
+    "suffix_scores",
+    "token_norms",
+]
