@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from .errors import KVBridgeError
+from .fit_command import fit
 
 app = typer.Typer(
     name="kvbridge",
@@ -54,46 +55,7 @@ def demo(
     _print(result, as_json, to_text(result))
 
 
-@app.command()
-def fit(
-    source: Source,
-    target: Target,
-    dataset: Annotated[str, typer.Option(help="A .jsonl or .txt file, or a dataset id.")],
-    output: Annotated[Path, typer.Option(help="Folder for the mapper.")],
-    preset: Annotated[str, typer.Option(help="Settings to start from.")] = "default",
-    support: Annotated[str | None, typer.Option(help="full_head or head_local.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Source layers per target layer.")] = None,
-    ridge_lambda: Annotated[float | None, typer.Option(help="Penalty on the summed moments.")] = None,
-    text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
-    num_sequences: Annotated[int | None, typer.Option(min=1, help="Use at most this many sequences.")] = None,
-    sequence_length: Annotated[int, typer.Option(min=8, help="Cut sequences to this many tokens.")] = 512,
-    token_stride: Annotated[int | None, typer.Option(min=1, help="Use every so-manieth token.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward.")] = 8,
-    as_json: Json = False,
-) -> None:
-    """Fit a mapper for a pair and save it."""
-    from .fitting import fit_from_files
-
-    overrides = {
-        "support": support,
-        "top_k": top_k,
-        "ridge_lambda": ridge_lambda,
-        "token_stride": token_stride,
-    }
-    summary = fit_from_files(
-        source,
-        target,
-        dataset,
-        output,
-        preset=preset,
-        overrides={name: value for name, value in overrides.items() if value is not None},
-        text_column=text_column,
-        num_sequences=num_sequences,
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-    )
-    lines = [f"{name}: {value}" for name, value in summary.items()]
-    _print(summary, as_json, "\n".join(lines))
+app.command()(fit)
 
 
 @app.command()
@@ -177,14 +139,14 @@ def main(args: list[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (KVBridgeError, FileNotFoundError) as error:
         return _complain(str(error))
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interruption:
+        return int(getattr(interruption, "exit_code", 130))
     except Exception as error:
         # Typer's own errors (it may vendor Click, so not by class): a message in one line instead of a box of usage.
         if type(error).__name__ == "NoArgsIsHelpError":
             return 2
         if type(error).__name__ == "Abort":
-            return 130
+            return int(getattr(error.__cause__, "exit_code", 130))
         if not hasattr(error, "format_message"):
             raise
         return _complain(error.format_message())

@@ -11,24 +11,28 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..errors import CalibrationError, FitConfigError
-from ..fingerprint import model_fingerprint, tokenizer_fingerprint
+from ..fingerprint import tokenizer_fingerprint
 from ..geometry import check_pair
 from ..mappers.base import FitContext, FitData, get_fit
 from ..mappers.config import FitConfig
 from ..modeling_kvbridge import KVBridgeMapper
-from .layout import StatisticsLayout
+from ..segment_boundaries import boundary_tokens
+from .accumulate import (
+    SHAPING,
+    ModelFacts,
+    SensitivityAccumulator,
+    StatisticsAccumulator,
+    heldout_rows,
+    new_statistics,
+)
 from .metrics import MetricCollector, OutputMetrics
-from .probe import sensitivities
 from .samples import Samples
 from .selection import Selection, select
-from .statistics import CalibrationStatistics, Statistics
-from .traces import Batch, Trace, TracedModel, evaluating, kept_tokens, read_batches, trace
+from .statistics import CalibrationStatistics
+from .traces import Batch, TracedModel, evaluating, read_batches, trace
 from .weighting import SensitivityMoments
 
 logger = logging.getLogger(__name__)
-
-# Settings that shape the statistics; a fit from saved statistics must ask for the same.
-SHAPING = ("num_sinks", "token_stride", "heldout_fraction", "seed")
 
 
 def fit_mapper(
@@ -135,45 +139,21 @@ def collect_statistics(
     check_pair(source_model, target_model).raise_if_unfit()
     source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
     config.resolve_top_k(source.geometry.num_layers)
-    whole_heads = config.support == "full_head" or config.head_assignment == "fitted" or config.selection == "r2_layer"
-    whole_heads = whole_heads or config.head_block is not None
-    layout = StatisticsLayout.from_geometries(
-        "full_head" if whole_heads else "head_local", source.geometry, target.geometry
+    statistics = new_statistics(
+        ModelFacts.of(source_model),
+        ModelFacts.of(target_model),
+        config,
+        device=statistics_device(target),
+        tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+        dataset=dataset,
     )
-    device = _statistics_device(target)
-    products = getattr(torch, config.moments_dtype)
-    statistics = CalibrationStatistics(
-        Statistics.zeros(layout, device, products),
-        Statistics.zeros(layout, device, products),
-        {
-            "source_geometry": source.geometry.to_dict(),
-            "target_geometry": target.geometry.to_dict(),
-            "source_fingerprint": model_fingerprint(source_model),
-            "target_fingerprint": model_fingerprint(target_model),
-            "tokenizer_fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            "dataset": dataset,
-            **{name: getattr(config, name) for name in SHAPING},
-            "sequences": 0,
-            "heldout_sequences": 0,
-            "skipped_sequences": 0,
-            "input_tokens": 0,
-            "max_positions": 0,
-        },
-    )
+    contents = target if source_model is target_model else source
+    accumulator = StatisticsAccumulator(statistics, contents, target, config, (0, target.geometry.num_layers))
     info = statistics.info
+    if tokenizer is not None:
+        info["boundary_tokens"] = boundary_tokens(tokenizer)
     for batch in _checked_batches(token_batches, source, target, config, "statistics", progress, info):
-        found = trace(source, target, batch, config.num_sinks, config.token_stride)
-        heldout = _heldout_rows(batch, config)
-        info["sequences"] += int((~heldout).sum())
-        info["heldout_sequences"] += int(heldout.sum())
-        info["input_tokens"] += int(batch.lengths.sum())
-        info["max_positions"] = max(info["max_positions"], int(batch.lengths.max()))
-        in_heldout = heldout[found.rows]
-        for part, chosen in ((statistics.train, ~in_heldout), (statistics.heldout, in_heldout)):
-            if bool(chosen.all()):
-                part.update(found)
-            elif bool(chosen.any()):
-                part.update(found.select(chosen))
+        accumulator.add(batch, accumulator.read(batch))
     return statistics
 
 
@@ -196,20 +176,11 @@ def collect_sensitivity(
     config, selection = _select(statistics, fit_config)
     source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
     products = getattr(torch, config.moments_dtype)
-    sensitivity = SensitivityMoments(
-        statistics.layout, selection, config.support, _statistics_device(target), products
-    )
+    sensitivity = SensitivityMoments(statistics.layout, selection, config.support, statistics_device(target), products)
+    layers = (0, target.geometry.num_layers)
+    accumulator = SensitivityAccumulator(sensitivity, source, target, config, layers)
     for batch in _checked_batches(token_batches, source, target, config, "sensitivity", progress):
-        train = ~_heldout_rows(batch, config)
-        if not bool(train.any()):
-            continue
-        batch = batch.select(train)
-        found: Trace = trace(source, target, batch, config.num_sinks, config.token_stride)
-        with evaluating(target_model):
-            raw = sensitivities(target, batch, config.num_sinks)
-        keep = kept_tokens(batch.attention_mask, config.num_sinks, config.token_stride)
-        weights = tuple(kind.transpose(2, 3)[:, keep.to(kind.device)] for kind in raw)  # layers, N, heads
-        sensitivity.update(found, weights)  # type: ignore[arg-type]
+        accumulator.add(batch, accumulator.read(batch))
     return sensitivity
 
 
@@ -230,7 +201,7 @@ def collect_metrics(
     source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
     collector = MetricCollector(target, fit_config.num_sinks, seed=fit_config.seed)
     for batch in _checked_batches(token_batches, source, target, fit_config, "metrics", progress):
-        train = ~_heldout_rows(batch, fit_config)
+        train = ~heldout_rows(batch, fit_config)
         if bool(train.any()):
             with evaluating(target_model):
                 collector.update(batch.select(train))
@@ -255,7 +226,7 @@ def collect_samples(
     parts = [Samples.empty(fit_config.max_samples, fit_config.seed) for _ in range(2)]
     for batch in _checked_batches(token_batches, source, target, fit_config, "samples", progress):
         found = trace(source, target, batch, fit_config.num_sinks, fit_config.token_stride)
-        in_heldout = _heldout_rows(batch, fit_config)[found.rows]
+        in_heldout = heldout_rows(batch, fit_config)[found.rows]
         for part, chosen in zip(parts, (~in_heldout, in_heldout), strict=True):
             if bool(chosen.any()):
                 part.update(found.select(chosen))
@@ -299,7 +270,7 @@ def _select(statistics: CalibrationStatistics, config: FitConfig) -> tuple[FitCo
                 f"The statistics were collected with {name}={statistics.info[name]!r}, the fit asks for "
                 f"{getattr(config, name)!r}. Use FitConfig({name}={statistics.info[name]!r}) or collect again."
             )
-    _check_enough(statistics, config)
+    check_enough(statistics, config)
     with torch.no_grad():
         return config, select(statistics, config)
 
@@ -339,12 +310,7 @@ def _checked_batches(
             bar.update(1)
 
 
-def _heldout_rows(batch: Batch, config: FitConfig) -> torch.Tensor:
-    """Which sequences are held out: by a hash of their tokens, so batches, order and processes do not matter."""
-    return torch.tensor([value < config.heldout_fraction for value in batch.sequence_hashes(config.seed)])
-
-
-def _check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
+def check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
     """Refuse statistics without tokens and say what is missing, for a fit."""
     info = statistics.info
     if statistics.train.tokens < 2:
@@ -374,13 +340,14 @@ def _check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
         logger.warning("%d sequences were too short and left out.", info["skipped_sequences"])
 
 
-def _statistics_device(target: TracedModel) -> torch.device:
+def statistics_device(target: TracedModel) -> torch.device:
     """Where the moments are kept: with the target, if its device has float64."""
     device = target.device
     return device if device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
 
 
 __all__ = [
+    "check_enough",
     "collect_metrics",
     "collect_samples",
     "collect_sensitivity",

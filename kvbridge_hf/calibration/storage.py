@@ -111,7 +111,8 @@ def load_into(
         The facts.
 
     Raises:
-        ArtifactError: as in `load_folder`, or the tensors are other ones. Nothing was overwritten where a file is damaged.
+        ArtifactError: as in `load_folder`, or the tensors are other ones. Where a file is damaged nothing was
+            overwritten.
     """
     folder = Path(folder)
     facts, files = _read_index(folder, index_name)

@@ -7,6 +7,8 @@ moments and is done afterwards, from the sums of the weights and of their square
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..errors import FitConfigError
@@ -120,6 +122,16 @@ class SensitivityMoments:
         for mine, theirs in zip(self.moments, other.moments, strict=True):
             mine.merge(theirs.to(mine.gram.device))
         return self
+
+    def of_target_layers(self, first: int, last: int) -> SensitivityMoments:
+        """Those of some target layers; the moments are shared."""
+        part = SensitivityMoments.__new__(SensitivityMoments)
+        part.layout = replace(self.layout, target_layers=last - first)
+        part.support, part.products = self.support, self.products
+        part.layers = self.layers[first:last]
+        part.heads = None if self.heads is None else self.heads[first:last]
+        part.moments = self.moments[first:last]
+        return part
 
     def check(self, layers: list[list[int]], heads: list | None) -> None:
         if (layers, heads) != (self.layers, self.heads):
