@@ -1,0 +1,208 @@
+"""The native parts of a handoff that come after the map: the target's own lowest layers, and repair.
+
+Everything here works on what a bridge has prepared ([`Handed`]) and on the cache that it is about to hand over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .attention_reading import attention_to_prefix
+from .cache_kvbridge import BridgedCache, BridgedLayer
+from .errors import GenerateArgumentError
+from .guard.gates import Handed
+from .handoff import HandoffPolicy, HandoffReport
+from .native_layers import read_native_layers
+from .repair import repair
+from .repair_choice import (
+    attention_scores,
+    choose,
+    combine,
+    question_scores,
+    random_scores,
+    recency_scores,
+    segment_question_scores,
+    segments_of,
+    surprise_scores,
+)
+
+# The source's last tokens, whose attention says what later tokens look at (`choice="sensitivity"`).
+SENSITIVITY_WINDOW = 32
+
+
+def apply_native_parts(
+    cache: BridgedCache,
+    handed: Handed,
+    source_model: PreTrainedModel,
+    target_model: PreTrainedModel,
+    config: Any,
+    policy: HandoffPolicy,
+    report: HandoffReport,
+) -> None:
+    """Replace parts of a handed-over cache by the target's own, in place, as the policy (or else the mapper) says."""
+    num_layers = config.native_layers if policy.native_layers is None else policy.native_layers
+    fraction = config.native_fraction if policy.native_fraction is None else policy.native_fraction
+    if num_layers == 0 and fraction == 0:
+        return
+    if handed.input_ids is None:
+        # The mapper's own wish is no reason to refuse a cache without tokens; the caller's is.
+        if policy.native_layers or policy.native_fraction:
+            raise GenerateArgumentError(
+                "native_layers and native_fraction need input_ids: the target reads tokens again."
+            )
+        report.notes.append("Nothing was recomputed, as there are no input_ids.")
+        return
+    if num_layers > 0:
+        with report.timed("native_layers"):
+            _put_native_layers(cache, handed, target_model, num_layers)
+        report.native_layers = num_layers
+    if fraction > 0:
+        choice = config.repair if policy.repair is None else policy.repair
+        with report.timed("repair_choice"):
+            boundaries = torch.tensor(config.boundary_tokens, dtype=torch.long)
+            scores = _scores(choice, cache, handed, source_model, target_model, policy.question_tokens, boundaries)
+            eligible = handed.valid & (handed.position_ids >= handed.num_sinks)
+            chosen = choose(scores.to(eligible.device), eligible, fraction)
+        with report.timed("repair"):
+            repaired = repair(target_model, cache, handed.input_ids, handed.mask, chosen, before=handed.target_cache)
+        report.tokens_repaired = repaired
+        report.tokens_mapped -= repaired
+        report.tokens_native += repaired
+        cache.repaired = chosen
+
+
+def _put_native_layers(cache: BridgedCache, handed: Handed, target_model: PreTrainedModel, num_layers: int) -> None:
+    assert handed.input_ids is not None
+    ids, mask = handed.input_ids[:, : handed.stop], handed.mask[:, : handed.stop]
+    padding = ~handed.valid[:, None, :, None]
+    for index, states in enumerate(read_native_layers(target_model, ids, mask, num_layers)):
+        keys, values = (state[:, :, handed.start :] for state in states)
+        hidden = padding.to(keys.device)
+        layer = BridgedLayer(layer_idx=index)  # the mapped one is let go before it was mapped
+        layer.update(keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0))
+        cache.layers[index] = layer
+
+
+def _scores(
+    choice: str,
+    cache: BridgedCache,
+    handed: Handed,
+    source_model: PreTrainedModel,
+    target_model: PreTrainedModel,
+    question_tokens: int,
+    boundaries: torch.Tensor,
+) -> torch.Tensor:
+    """Scores of the handed-over columns, `(batch, stop - start)`."""
+
+    def by_question() -> torch.Tensor:
+        return _by_question(handed, question_tokens, boundaries)
+
+    def by_source() -> torch.Tensor:
+        return _by_source(handed, source_model, handed.mask[:, handed.stop :])
+
+    def by_target() -> torch.Tensor:
+        return _by_target(cache, handed, target_model)
+
+    def by_surprise() -> torch.Tensor:
+        assert handed.input_ids is not None
+        ids, mask = handed.input_ids[:, : handed.stop], handed.mask[:, : handed.stop]
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        device = source_model.device
+        logits = source_model(
+            input_ids=ids.to(device), attention_mask=mask.long().to(device), position_ids=positions.to(device)
+        ).logits
+        return surprise_scores(logits, ids.to(device), mask.to(device))[:, handed.start :]
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "question": by_question,
+        "source_attention": by_source,
+        "target_attention": by_target,
+        "sensitivity": lambda: _by_source(handed, source_model, None),
+        "surprise": by_surprise,
+        "recency": lambda: recency_scores(handed.valid),
+        "random": lambda: random_scores(handed.valid),
+    }
+    found = [ways[name]().to(handed.valid.device) for name in choice.split("+")]
+    return found[0] if len(found) == 1 else combine(*found)
+
+
+def _by_question(handed: Handed, question_tokens: int, boundaries: torch.Tensor) -> torch.Tensor:
+    assert handed.input_ids is not None
+    ids, mask = handed.input_ids, handed.mask.to(handed.input_ids.device)
+    # The last tokens of each row side by side, wherever its padding stands.
+    order = torch.argsort(mask.long(), dim=1, stable=True)
+    count = max(int(mask[:, handed.stop :].sum(1).max()), question_tokens)
+    last = order[:, -count:]
+    valid, covered = mask[:, handed.start : handed.stop], ids[:, handed.start : handed.stop]
+    question = ids.gather(1, last), mask.gather(1, last)
+    if boundaries.numel() == 0:
+        return question_scores(covered, valid, *question)
+    return segment_question_scores(covered, valid, *question, segments_of(covered, valid, boundaries))
+
+
+def _by_source(handed: Handed, source_model: PreTrainedModel, question_mask: torch.Tensor | None) -> torch.Tensor:
+    """Where the source looks from the question, or (None) from the last tokens that it has read."""
+    assert handed.input_ids is not None
+    device = handed.source.layers[0].keys.device
+    read = handed.source_mask.to(device)
+    columns = read.shape[1]
+    if question_mask is None:
+        window = min(SENSITIVITY_WINDOW, max(columns // 2, 1))
+        held, tail = columns - window, read[:, columns - window :]
+        tail_ids = _in_source_columns(handed, handed.input_ids.to(device))[:, held:]
+    else:
+        held, tail = columns, question_mask.to(device)
+        tail_ids = handed.input_ids[:, handed.stop :].to(device)
+        _need_question(tail)
+    copied = DynamicCache()
+    for index, layer in enumerate(handed.source.layers):
+        copied.update(layer.keys[:, :, :held], layer.values[:, :, :held], index)
+    ids = torch.cat([tail_ids.new_zeros(tail_ids.shape[0], held), tail_ids], dim=1)
+    mask = torch.cat([read[:, :held], tail], dim=1).long()
+    attention = attention_to_prefix(source_model, copied, ids, mask)
+    spread = (0, 0) if question_mask is None else (6, 2)
+    scores = attention_scores(attention, read[:, :held], before=spread[0], after=spread[1])
+    scores = torch.nn.functional.pad(scores, (0, columns - held))
+    # From the source's columns to the prompt's, token by token.
+    order = torch.argsort((~read).long(), dim=-1, stable=True)
+    place = handed.position_ids.to(device).clamp(max=columns - 1)
+    return scores.gather(1, order.gather(1, place))
+
+
+def _in_source_columns(handed: Handed, input_ids: torch.Tensor) -> torch.Tensor:
+    """The prompt's ids in the columns in which the source holds them; 0 at padding."""
+    read = handed.source_mask.to(input_ids.device)
+    first = torch.argsort((~handed.mask.to(input_ids.device)).long(), dim=-1, stable=True)
+    rank = (read.long().cumsum(-1) - 1).clamp(min=0)
+    return input_ids.gather(1, first.gather(1, rank)) * read
+
+
+def _by_target(cache: BridgedCache, handed: Handed, target_model: PreTrainedModel) -> torch.Tensor:
+    assert handed.input_ids is not None
+    _need_question(handed.mask[:, handed.stop :])
+    copied = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        keys, values = layer.keys, layer.values
+        if handed.target_cache is not None:
+            front: Any = handed.target_cache.layers[index]
+            keys = torch.cat([front.keys[:, :, : handed.start], keys], dim=2)
+            values = torch.cat([front.values[:, :, : handed.start], values], dim=2)
+        copied.update(keys, values, index)
+    mask = handed.mask.to(target_model.device)
+    attention = attention_to_prefix(target_model, copied, handed.input_ids, mask.long())
+    return attention_scores(attention, mask[:, : handed.stop].to(attention.device))[:, handed.start :]
+
+
+def _need_question(mask: torch.Tensor) -> None:
+    if not bool(mask.any()):
+        raise GenerateArgumentError(
+            "Choosing what to repair by attention needs a question: a token that the cache does not cover. "
+            "Raise num_native_suffix, or choose by 'question', 'sensitivity' or 'recency'."
+        )
+
+
+__all__ = ["apply_native_parts"]
