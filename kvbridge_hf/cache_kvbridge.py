@@ -309,6 +309,8 @@ class BridgedCache(DynamicCache):
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.layers: list[Any]
         self.report = report
+        #: `(batch, columns)`, bool: the mapped tokens that the target has recomputed (as they were handed over).
+        self.repaired: torch.Tensor | None = None
 
     @property
     def num_mapped_layers(self) -> int:

@@ -40,6 +40,11 @@ class KVBridgeConfig(PreTrainedConfig):
             First tokens of a sequence that were kept out of the fit and that the target should read itself.
         num_native_suffix (`int`, defaults to 1):
             Last tokens of a prompt that the fit recommends to leave to the target.
+        native_fraction (`float`, defaults to 0.0), repair (`str`), native_layers (`int`, defaults to 0):
+            What a handoff with this mapper should recompute natively, and how it chooses; see [`HandoffPolicy`].
+        boundary_tokens (`list[int]`):
+            Ids of the tokens that end a sentence or a line, so that repair takes whole ones; empty where the fit did
+            not know the tokenizer.
         max_calibrated_positions (`int`, *optional*):
             One more than the largest position seen in calibration.
         fit, gates, evaluation (`dict`):
@@ -65,6 +70,10 @@ class KVBridgeConfig(PreTrainedConfig):
     head_assignment: list[list[list[list[int]]]] | None = None
     num_sinks: int = 4
     num_native_suffix: int = 1
+    native_fraction: float = 0.0
+    repair: str = "question"
+    native_layers: int = 0
+    boundary_tokens: list[int] = field(default_factory=list)
     max_calibrated_positions: int | None = None
     fit: dict[str, Any] = field(default_factory=dict)
     gates: dict[str, Any] = field(default_factory=dict)
@@ -102,9 +111,11 @@ class KVBridgeConfig(PreTrainedConfig):
             raise ArtifactError(f"support must be one of {SUPPORTS}, got {self.support!r}.")
         if not _is_int(self.top_k) or self.top_k < 1:
             raise ArtifactError(f"top_k must be a positive integer, got {self.top_k!r}.")
-        for name in ("num_sinks", "num_native_suffix"):
+        for name in ("num_sinks", "num_native_suffix", "native_layers"):
             if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ArtifactError(f"{name} must be a non-negative integer, got {getattr(self, name)!r}.")
+        if not isinstance(self.native_fraction, (int, float)) or not 0 <= self.native_fraction <= 1:
+            raise ArtifactError(f"native_fraction must lie between 0 and 1, got {self.native_fraction!r}.")
         self._check_selected_layers()
         self._check_head_assignment()
 

@@ -26,6 +26,7 @@ from .guard.events import emit, handoff_event
 from .guard.gates import Handed, HandoffGate
 from .guard.judging import judge
 from .handoff import HandoffFallbackWarning, HandoffPolicy, HandoffReport
+from .handoff_repair import apply_native_parts
 from .modeling_kvbridge import KVBridgeMapper, SourceContent
 from .prompt_layout import fit_mask, layout
 from .prompt_reading import prompt_mask, read_columns, read_first_tokens
@@ -214,7 +215,7 @@ class KVBridge:
         failure: Exception | None = None
         try:
             gate = HandoffGate(policy.gates, self.mapper.config, report)
-            cache, handed = self._bridge(
+            cache, handed = self.prepare(
                 target_model,
                 input_ids,
                 attention_mask,
@@ -225,6 +226,9 @@ class KVBridge:
                 gate,
             )
             if handed is not None:
+                apply_native_parts(
+                    cache, handed, self.source_model, target_model, self.mapper.config, policy, report
+                )
                 judge(gate, cache, handed, self.source_model, target_model, policy, request_id)
             # A failing map must not surprise the target in the middle of its first forward.
             return cache.map_all() if policy.on_failure == "prefill" else cache
@@ -259,7 +263,7 @@ class KVBridge:
                 stacklevel=4,
             )
 
-    def _bridge(
+    def prepare(
         self,
         target: PreTrainedModel,
         input_ids: torch.Tensor | None,
@@ -275,7 +279,7 @@ class KVBridge:
         start = 0 if target_cache is None else int(target_cache.get_seq_length())
         mask, source_mask = self._masks(input_ids, attention_mask, source_cache, source_mask, report)
         rotary = self.check_target(target)
-        num_sinks, suffix = self._native_parts(policy)
+        num_sinks, suffix = self.native_parts(policy)
         if start > 0:
             num_sinks = 0  # the first tokens stand in the target's cache
         plan = layout(mask, source_mask, suffix)
@@ -333,7 +337,7 @@ class KVBridge:
         )
         return BridgedCache(prefix, report=report), handed
 
-    def _native_parts(self, policy: HandoffPolicy) -> tuple[int, int]:
+    def native_parts(self, policy: HandoffPolicy) -> tuple[int, int]:
         """Tokens at the beginning and columns at the end that the target reads itself."""
         config = self.mapper.config
         num_sinks = config.num_sinks if policy.num_sinks is None else policy.num_sinks
@@ -392,7 +396,7 @@ class KVBridge:
             num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
             cache = BridgedCache(num_layers=num_layers, report=report)
         mask = prompt_mask(input_ids, attention_mask)
-        stop = max(mask.shape[1] - self._native_parts(policy)[1], 0)
+        stop = max(mask.shape[1] - self.native_parts(policy)[1], 0)
         if stop > int(cache.get_seq_length()):
             with report.timed(part):
                 read_columns(target, input_ids[:, :stop], mask[:, :stop], cache)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import GenerateArgumentError
 from .guard.settings import Gates, Shadow
+from .repair_choice import CHOICES
 
 ON_FAILURE = ("error", "prefill")
 
@@ -30,6 +31,12 @@ class HandoffPolicy:
         num_sinks: first tokens that the target reads itself; None takes the mapper's own number.
         num_native_suffix: last columns of a prompt that the target runs on top of the mapped prefix; None takes the
             mapper's own number. `generate` needs at least one for its first logits, and gets it.
+        native_fraction: share of the mapped tokens that the target computes itself after all, on top of the map (0:
+            the map alone, 1: the target's own prefill); None takes the mapper's own number.
+        repair: how these tokens are chosen, see [`kvbridge_hf.repair_choice`]; None takes the mapper's own way.
+        question_tokens: last tokens of a prompt that count as its question for that choice, at least; where the cache
+            covers less of the prompt, all that it does not cover. Count the closing words of a chat template in.
+        native_layers: lowest layers that the target computes itself for all tokens; None takes the mapper's number.
         gates: what is checked, see [`Gates`].
         on_rejection: what a gate's no leads to. `"prefill"`: the target reads the prompt itself, as with `on_failure`
             (where there are no tokens to read, the exception is raised). `"error"` raises [`HandoffRejected`].
@@ -40,6 +47,10 @@ class HandoffPolicy:
     on_failure: str = "error"
     num_sinks: int | None = None
     num_native_suffix: int | None = None
+    native_fraction: float | None = None
+    repair: str | None = None
+    question_tokens: int = 8
+    native_layers: int | None = None
     gates: Gates = field(default_factory=Gates)
     on_rejection: str = "prefill"
     shadow: Shadow | None = None
@@ -55,10 +66,30 @@ class HandoffPolicy:
                     f"{name} must be a {name.capitalize()} object (Gates.off() checks nothing), got "
                     f"{getattr(self, name)!r}."
                 )
-        for name in ("num_sinks", "num_native_suffix"):
+        check_native_fraction(self.native_fraction)
+        check_repair(self.repair)
+        for name in ("num_sinks", "num_native_suffix", "native_layers", "question_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise GenerateArgumentError(f"{name} must be a non-negative integer or None, got {value!r}.")
+
+
+def check_native_fraction(fraction: Any) -> None:
+    """Raise GenerateArgumentError unless it is None or a share between 0 and 1."""
+    if fraction is None:
+        return
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise GenerateArgumentError(
+            f"native_fraction must lie between 0 (the map alone) and 1 (the target's prefill), got {fraction!r}."
+        )
+
+
+def check_repair(repair: Any) -> None:
+    """Raise GenerateArgumentError unless it is None or names ways to choose, joined by `+`."""
+    if repair is None:
+        return
+    if not isinstance(repair, str) or not set(repair.split("+")) <= set(CHOICES):
+        raise GenerateArgumentError(f"repair must be one of {CHOICES}, or several joined by '+', got {repair!r}.")
 
 
 @dataclass
@@ -71,9 +102,11 @@ class HandoffReport:
         gate: name of the gate that rejected.
         tokens_mapped: prompt tokens whose keys and values come from the source.
         tokens_native: all other prompt tokens: first ones (`num_sinks`), those the source has not read, the suffix.
+        tokens_repaired: those of them that were mapped first and then recomputed (`native_fraction`).
+        native_layers: lowest layers that the target computed itself for all tokens.
         times: seconds of each part, by the host's clock: `source_prefill`, `native_prefix`, `map` (grows as layers are
-            mapped), `own_prefill` (fallback of [`KVBridge.handoff`]). On an accelerator work may still be queued when
-            a part ends; measure latency around the whole call.
+            mapped), `native_layers`, `repair_choice`, `repair`, `own_prefill` (fallback of [`KVBridge.handoff`]). On
+            an accelerator work may still be queued when a part ends; measure latency around the whole call.
         gates: what each gate saw.
         notes: what a reader should know and no gate judges, such as unused columns of the source's cache.
     """
@@ -83,6 +116,8 @@ class HandoffReport:
     gate: str | None = None
     tokens_mapped: int = 0
     tokens_native: int = 0
+    tokens_repaired: int = 0
+    native_layers: int = 0
     times: dict[str, float] = field(default_factory=dict)
     gates: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -1,9 +1,9 @@
 """Repair: the target recomputes some tokens of a handed-over cache itself, all layers in one pass.
 
 A mapped cache is right on average and wrong where it matters. Recomputing a few tokens mends them at a known price:
-the chosen tokens are run through the whole target, each at its own position; in every layer their new keys and values take
-their columns before anything attends, so that a chosen token sees mapped tokens and repaired ones before it, both as
-they will stand in the cache. With every token chosen this is the target's own prefill.
+the chosen tokens are run through the whole target, each at its own position; in every layer their new keys and values
+take their columns before anything attends, so that a chosen token sees mapped tokens and repaired ones before it, both
+as they will stand in the cache. With every token chosen this is the target's own prefill.
 
 The one pass over scattered tokens is that of CacheBlend (Yao et al., arXiv:2405.16444), there between caches of one
 model. Which tokens to choose stands in `repair_choice.py`.
@@ -113,7 +113,7 @@ def repair(
     width = int(chosen.sum(1).max()) if chosen.numel() else 0
     if width == 0:
         return 0
-    # The chosen columns of each row in their order; a row with fewer is filled up with others and their states dropped.
+    # The chosen columns of each row in their order; a row with fewer is filled up, and those states are dropped.
     order = torch.argsort((~chosen).long(), dim=1, stable=True)[:, :width]
     kept = chosen.gather(1, order)
     rows, slots = kept.nonzero(as_tuple=True)

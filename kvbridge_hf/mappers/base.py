@@ -116,6 +116,10 @@ class FitMethod(ABC):
             head_assignment=selection.heads,
             num_sinks=config.num_sinks,
             num_native_suffix=config.num_native_suffix,
+            native_fraction=config.native_fraction,
+            repair=config.repair,
+            native_layers=config.native_layers,
+            boundary_tokens=info.get("boundary_tokens", []),
             max_calibrated_positions=info.get("max_positions"),
             fit=provenance,
         )

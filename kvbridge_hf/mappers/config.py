@@ -22,9 +22,19 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "short_sequences": ("error", "skip"),
 }
 
-# What a published system does, as far as a closed-form fit goes. `None` as top_k means min(8, source layers).
+# What published systems and this library do. `None` as top_k means min(8, source layers).
 _PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"top_k": None},
+    # One pass over the data, closed form; native sinks and suffix do most of the work.
+    "fast": {"top_k": None},
+    # A second pass for the sensitivity weights.
+    "default": {"top_k": None, "weighting": "sensitivity"},
+    # And training on the target's predictions.
+    "quality": {
+        "top_k": None,
+        "weighting": "sensitivity",
+        "num_native_suffix": 16,
+        "distillation": DistillationConfig(steps=400, precondition=True),
+    },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
     "paper": {
         "top_k": 8,
@@ -45,10 +55,17 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_sinks": 0,
         "num_native_suffix": 1,
     },
-}
-_PLANNED_PRESETS = {
-    "kvlrelay": "its defining part is KL training after the closed form, which this version does not have; "
-    "FitConfig(support='head_local') gives the closed form it starts from"
+    # KVLRelay: a head-wise closed form from one source layer, then 100 steps of KL with both models frozen, the learning
+    # rate searched for by validation KL.
+    "kvlrelay": {
+        "support": "head_local",
+        "top_k": 1,
+        "ridge_lambda": 0.01,
+        "selection": "r2",
+        "num_sinks": 0,
+        "num_native_suffix": 1,
+        "distillation": DistillationConfig(steps=100),
+    },
 }
 
 
@@ -78,6 +95,8 @@ class FitConfig:
             them itself in a handoff.
         num_native_suffix (`int`): Last tokens of a prompt that the target should run itself; stored as the mapper's
             recommendation, does not change the fit.
+        native_fraction (`float`), repair (`str`), native_layers (`int`): What a handoff should recompute natively on
+            top of the map, see [`HandoffPolicy`]; stored as the mapper's recommendation, do not change the fit.
         token_stride (`int`): Use every so-manieth position after the sinks.
         heldout_fraction (`float`): Share of the sequences kept out of the fit, chosen by a hash of their tokens.
         head_assignment (`str`): Which source heads a target head is matched with. `"identity"`: by number
@@ -129,6 +148,9 @@ class FitConfig:
     ess_per_feature: float = 4.0
     num_sinks: int = 4
     num_native_suffix: int = 8
+    native_fraction: float = 0.0
+    repair: str = "question"
+    native_layers: int = 0
     token_stride: int = 1
     heldout_fraction: float = 0.1
     head_assignment: str = "identity"
@@ -158,7 +180,13 @@ class FitConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise FitConfigError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
-        for name, least in (("num_sinks", 0), ("num_native_suffix", 0), ("token_stride", 1), ("seed", 0)):
+        for name, least in (
+            ("num_sinks", 0),
+            ("num_native_suffix", 0),
+            ("native_layers", 0),
+            ("token_stride", 1),
+            ("seed", 0),
+        ):
             _check_int(name, getattr(self, name), least)
         for name in ("mlp_epochs", "mlp_batch_size", "max_samples"):
             _check_int(name, getattr(self, name), 1)
@@ -183,6 +211,8 @@ class FitConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise FitConfigError(f"{name} must be a finite number >= 0, got {value!r}.")
+        if not isinstance(self.native_fraction, (int, float)) or not 0 <= self.native_fraction <= 1:
+            raise FitConfigError(f"native_fraction must lie between 0 and 1, got {self.native_fraction!r}.")
         if self.heldout_fraction >= 1:
             raise FitConfigError(
                 f"heldout_fraction must be below 1, got {self.heldout_fraction!r}; 0.1 keeps a tenth of the sequences."
@@ -196,11 +226,11 @@ class FitConfig:
         """Settings of a published system or of this library, by name.
 
         Args:
-            name: `"default"`, `"paper"` (Heo et al. 2608.03893) or `"cachebridge"` (Qu et al. 2609.00891).
+            name: `"paper"` (Heo et al. 2608.03893), `"cachebridge"` (Qu et al. 2609.00891), `"kvlrelay"`, or ours:
+                `"fast"` (one pass, closed form), `"default"` (two passes, closed form with sensitivity weights),
+                `"quality"` (and training on the target's predictions).
             overrides: Fields to change.
         """
-        if name in _PLANNED_PRESETS:
-            raise FitConfigError(f"The preset {name!r} is not available: {_PLANNED_PRESETS[name]}.")
         if name not in _PRESETS:
             raise FitConfigError(f"Unknown preset {name!r}; there are {', '.join(sorted(_PRESETS))}.")
         return cls.from_dict({**_PRESETS[name], **overrides})
