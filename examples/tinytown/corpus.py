@@ -273,8 +273,16 @@ class Writer:
         return True
 
 
-def pairs_document(rng: random.Random, length: int) -> list[Segment]:
-    """Bare pairs repeated in shuffled order: the first lesson of the curriculum, from which lookups are learned."""
+SPACERS = "lives in works as a has the is with likes color home of".split()
+
+
+def pairs_document(rng: random.Random, length: int, most_spacers: int = 0) -> list[Segment]:
+    """Pairs repeated in shuffled order: the first lesson of the curriculum, from which lookups are learned.
+
+    With ``most_spacers``, up to so many words that mean nothing stand between the two, other ones each time, so that
+    the value must be found by its key and not by the word before it. Without this step the models stay for millions of
+    tokens at any value of the right sort.
+    """
     count = rng.randint(3, max(3, min(8, length // 12)))
     keys = rng.sample(W.FIRST_NAMES + W.THINGS, count)
     pool = rng.choice((W.CITIES, W.JOBS, W.FIRST_NAMES, W.COLORS + W.THINGS))
@@ -284,7 +292,8 @@ def pairs_document(rng: random.Random, length: int) -> list[Segment]:
     while 3 * len(segments) // 2 < length:
         rng.shuffle(pairs)
         for key, value in pairs:
-            segments += [(key, False), (f"{value}.", not first)]
+            spacers = [rng.choice(SPACERS) for _ in range(rng.randint(0, most_spacers))]
+            segments += [(" ".join([key, *spacers]), False), (f"{value}.", not first)]
         first = False
     return segments
 
@@ -346,7 +355,7 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
     if level == 0:
         return pairs_document(rng, length)
     if level == 1:
-        return relation_document(rng, split, length)
+        return pairs_document(rng, length, 3) if rng.random() < 0.5 else relation_document(rng, split, length)
     if genre is None:
         genre = rng.choice(("story", "story", "chat", "diary", "list", "quiz")) if level == 3 else "quiz"
     people = rng.randint(4, max(4, min(5 + level, 3 + length // 24)))
