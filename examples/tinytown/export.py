@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 HERE = Path(__file__).resolve().parent
 # Two models were trained while the curriculum was being found.
 FOUND_ON_THE_WAY = (
-    " The lessons were changed while this model was trained, so part of its tokens come from earlier versions of them,\n"
-    "and the script does not give exactly these weights again."
+    " The lessons were changed while this model was trained, so part of its tokens come from earlier versions of "
+    "them,\nand the script does not give exactly these weights again."
 )
 NOTES = {"tinytown-m": FOUND_ON_THE_WAY, "tinytown-l": FOUND_ON_THE_WAY}
 QUESTION_SETS = ("test", "test_long", "test_diary")
@@ -32,22 +32,22 @@ CARD = """---
 
 # {name}
 
-A {architecture} language model of the Tinytown family with {parameters:,} parameters: {layers} layers, width {hidden},
-{kv_heads} KV heads of {head_dim}. It was made to measure KV-cache handoffs between models that share a tokenizer and were
-trained apart. It knows nothing but Tinytown: short English about a simulated world, where every question is answered by
-the text before it.
+A {architecture} language model of the Tinytown family with {parameters:,} parameters: {layers} layers, width
+{hidden}, {kv_heads} KV heads of {head_dim}. It was made to measure KV-cache handoffs between models that share a
+tokenizer and were trained apart. It knows nothing but Tinytown: short English about a simulated world, where every
+question is answered by the text before it.
 
 ## Data and budget
 
-Trained on {tokens:,} tokens (padding not counted) that `examples/tinytown/corpus.py` generates from a seed; no outside
-data. {origin} {steps:,} steps of about 2,048 tokens, AdamW, peak learning rate {peak_lr:g}, {minutes:.0f} minutes on one
-core of a shared two-core machine.{note}
+Trained on {tokens:,} tokens (padding not counted) that `examples/tinytown/corpus.py` generates from a seed; no
+outside data. {origin} {steps:,} steps of about 2,048 tokens, AdamW, peak learning rate {peak_lr:g}, {minutes:.0f}
+minutes on one core of a shared two-core machine.{note}
 
 ## Scores
 
-Share of right answers among {choices} choices, on test worlds (people, fillers and half of the question templates are
-not in the training data). Questions sit behind contexts of 100 to 320 tokens (`test`), 512 to 1,400 (`test_long`), or in
-the diary genre (`test_diary`).
+Share of right answers among {choices} choices, on test worlds (people, fillers and half of the question templates
+are not in the training data). Questions sit behind contexts of 100 to 320 tokens (`test`), 512 to 1,400
+(`test_long`), or in the diary genre (`test_diary`).
 
 | set | questions | with context | without context | chance |
 | --- | ---: | ---: | ---: | ---: |
