@@ -51,6 +51,24 @@ class Repo:
         return self.refs.get(revision) or (revision if revision in self.commits else None)
 
 
+@dataclass
+class Fault:
+    """What to do wrong, to which requests, and how often."""
+
+    method: str
+    pattern: str
+    kind: str
+    times: int
+
+
+class HubError(Exception):
+    """An answer other than 200, with the Hub's own error code."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
 def tree_entry(name: str, blob: Blob) -> dict[str, Any]:
     entry: dict[str, Any] = {"type": "file", "path": name, "size": len(blob.data), "oid": blob.oid[:40]}
     if blob.lfs:

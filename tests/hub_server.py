@@ -17,28 +17,17 @@ import json
 import re
 import socket
 import threading
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-from hub_repos import Blob, Repo, card_errors, describe, tree_entry
+from hub_repos import Blob, Fault, HubError, Repo, card_errors, describe, tree_entry
 
 TOKEN = "hf_loopback"
 USER = "tester"
 _LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".gz")
-
-
-@dataclass
-class Fault:
-    """What to do wrong, to which requests, and how often."""
-
-    method: str
-    pattern: str
-    kind: str
-    times: int
 
 
 class LoopbackHub:
@@ -111,14 +100,6 @@ class LoopbackHub:
     def __exit__(self, *exc: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-class HubError(Exception):
-    """An answer other than 200, with the Hub's own error code."""
-
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.code = status, message, code
 
 
 _REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"

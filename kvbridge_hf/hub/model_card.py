@@ -92,6 +92,8 @@ def create_model_card(
             ),
             num_sinks=config.num_sinks,
             num_native_suffix=config.num_native_suffix,
+            native_fraction=getattr(config, "native_fraction", 0),
+            native_layers=getattr(config, "native_layers", 0),
             citations=[CITATIONS[key] for key in (config.method, config.support) if key in CITATIONS]
             or ["See the documentation of the method."],
         )

@@ -5,8 +5,9 @@
 It needs Transformers and nothing else. The source reads the prompt; its keys are freed of their rotary rotation,
 mapped to the target's layers by the affine maps of this repository, and rotated as the target does; the target reads
 the first few and the last few tokens itself and goes on with its own `generate`. Files are checked against
-`kvbridge_manifest.json`, both models against the digests in `config.json`. The library `kvbridge_hf` does the same,
-with gates, fallback, reports and caches that are mapped layer by layer.
+`kvbridge_manifest.json`, both models against the digests in `config.json`. The library `kvbridge_hf` does the same and
+more: it recomputes natively what the config's `native_fraction` and `native_layers` recommend, watches gates, falls
+back, reports, and maps a layer when it is first touched.
 """
 
 import functools
@@ -231,7 +232,8 @@ def digest_of(layers):
                 if weight.is_meta or not weight.is_floating_point() or weight.element_size() == 1:
                     return None
                 digest.update(f"{index}.{'.'.join([*parts, name])} {tuple(weight.shape)}".encode())
-                digest.update(
-                    weight.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().tobytes()
-                )
+                rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
+                # What a float16 copy of the checkpoint cannot hold does not count.
+                rounded = torch.where(rounded.abs() <= 2.0**-17, torch.zeros_like(rounded), rounded)
+                digest.update(rounded.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
