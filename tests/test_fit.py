@@ -594,8 +594,9 @@ def test_presets():
     assert (bridge.support, bridge.top_k, bridge.weighting) == ("head_local", 4, "sensitivity")
     assert FitConfig.preset("default").resolve_top_k(3).top_k == 3
     assert FitConfig.from_dict(paper.to_dict()) == paper
-    with pytest.raises(FitConfigError, match="KL training"):
-        FitConfig.preset("kvlrelay")
+    relay = FitConfig.preset("kvlrelay")
+    assert (relay.support, relay.top_k, relay.distillation.steps) == ("head_local", 1, 100)
+    assert FitConfig.from_dict(relay.to_dict()) == relay
     with pytest.raises(FitConfigError, match="cachebridge"):
         FitConfig.preset("best")
     with pytest.raises(FitConfigError, match="lambda_"):

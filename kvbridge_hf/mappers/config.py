@@ -55,8 +55,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_sinks": 0,
         "num_native_suffix": 1,
     },
-    # KVLRelay: a head-wise closed form from one source layer, then 100 steps of KL with both models frozen, the learning
-    # rate searched for by validation KL.
+    # KVLRelay: a head-wise closed form from one source layer, then 100 steps of KL with both models frozen, the
+    # learning rate searched for by validation KL.
     "kvlrelay": {
         "support": "head_local",
         "top_k": 1,
