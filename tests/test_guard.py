@@ -223,8 +223,8 @@ def test_without_calibration_mapping_stays_lazy_and_calibrated_gates_are_not_gue
     cache = KVBridge(source, mapper).handoff(ids, mask, target_model=target)
     assert isinstance(cache, BridgedCache) and cache.num_mapped_layers == 0
     assert "suffix_likelihood" not in cache.report.gates
-    for name in ("magnitude", "suffix_likelihood"):
-        bridge = KVBridge(source, mapper, HandoffPolicy(gates=Gates(**{name: True})))
+    for asked in ({"magnitude": True}, {"suffix_likelihood": True}, {"max_outside": 0.1}, {"max_suffix_score": 2.0}):
+        bridge = KVBridge(source, mapper, HandoffPolicy(gates=Gates(**asked)))
         with pytest.raises(GenerateArgumentError, match="calibrate_gates"):
             bridge.handoff(ids, mask, target_model=target)
 
@@ -444,6 +444,9 @@ def test_events_are_json_without_prompt_and_a_broken_listener_changes_nothing(ca
     def refuse(cache, report):
         raise RuntimeError(secret)
 
+    def answer(cache, report):
+        return secret
+
     with caplog.at_level(logging.INFO, logger="kvbridge_hf.events"):
         KVBridge(model, mapper, HandoffPolicy(on_event=listen)).handoff(ids, mask, target_model=model, request_id="a")
         policy = HandoffPolicy(on_failure="prefill", on_event=listen, gates=Gates(accept=refuse))
@@ -453,7 +456,10 @@ def test_events_are_json_without_prompt_and_a_broken_listener_changes_nothing(ca
             KVBridge(model, mapper, HandoffPolicy(on_event=listen, gates=Gates(accept=refuse))).handoff(
                 ids, mask, target_model=model
             )
-    assert [event["status"] for event in events] == ["ok", "fallback", "error"]
+        with pytest.warns(HandoffFallbackWarning, match=secret):
+            policy = HandoffPolicy(on_event=listen, gates=Gates(accept=answer))
+            KVBridge(model, mapper, policy).handoff(ids, mask, target_model=model)
+    assert [event["status"] for event in events] == ["ok", "fallback", "error", "fallback"]
     logged = [json.loads(record.message) for record in caplog.records if record.name == "kvbridge_hf.events"]
     assert logged == events
     fields = {"schema", "version", "event", "time", "request_id", "status", "gate", "error", "reason"}

@@ -14,7 +14,9 @@ Every event:
     status: `"ok"`; `"fallback"`, the target read the prompt itself; `"error"`, an exception was raised.
     gate: the gate that rejected, or null.
     error: name of the exception's class, or null.
-    reason: its message where the exception is this library's own; null otherwise, as it may quote the prompt.
+    reason: its message where the exception is this library's own; null otherwise (and for the gate `accept`, which
+    gives
+        the caller's words), as it may quote the prompt.
     batch_size: rows, or null where only a cache was given.
     tokens_mapped, tokens_native: real tokens of all rows.
     times: seconds of each part so far, as in `HandoffReport.times`.
@@ -63,8 +65,8 @@ def handoff_event(
     report: Any, *, batch_size: int | None, request_id: str | None = None, error: BaseException | None = None
 ) -> dict[str, Any]:
     """The event of a finished handoff."""
-    # A foreign exception's message may quote what it failed on.
-    is_own = error is None or isinstance(error, KVBridgeError)
+    # A foreign exception's message may quote what it failed on, and a caller's own word anything.
+    is_own = error is None or (isinstance(error, KVBridgeError) and report.gate != "accept")
     fallen = report.status == "fallback"
     return make_event(
         "handoff",

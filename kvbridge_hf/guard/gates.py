@@ -73,12 +73,14 @@ class HandoffGate:
         self.max_positions = config.max_calibrated_positions
         self.defaults = GateDefaults.from_config(config)
         self._started = time.perf_counter()
-        for name in ("magnitude", "suffix_likelihood"):
-            if getattr(gates, name) and not self._has_limit(name):
+        for name, limit in (("magnitude", "max_outside"), ("suffix_likelihood", "max_suffix_score")):
+            calibrated = self.defaults is not None and getattr(self.defaults, name) is not None
+            needed = limit if getattr(gates, limit) is not None else f"{name}=True"
+            if not calibrated and (needed == limit or (getattr(gates, name) and not self._has_limit(name))):
                 raise GenerateArgumentError(
-                    f"Gates({name}=True) compares with calibration, and this mapper carries no calibrated gates. "
-                    "Run kvbridge_hf.guard.calibrate_gates(source, target, mapper, token_batches), or give the "
-                    "gate's own limits."
+                    f"Gates({needed}) compares with calibration, and this mapper carries no calibrated gates. Run "
+                    "kvbridge_hf.guard.calibrate_gates(source, target, mapper, token_batches), or use max_nll or "
+                    "max_excess, which need none."
                 )
 
     def _has_limit(self, name: str) -> bool:
@@ -120,7 +122,7 @@ class HandoffGate:
             self.report.notes.append(f"A row has {longest} tokens, calibrated were {self.max_positions}.")
             # The same text each time, so that Python shows it once.
             warnings.warn(
-                f"A prompt is longer than the {self.max_positions} tokens that the mapper was calibrated on; positions "
+                f"A prompt is longer than the {self.max_positions} tokens that the mapper was calibrated on; what is "
                 "beyond may be mapped badly. Gates(position_range='refuse') reads such prompts natively.",
                 PositionRangeWarning,
                 stacklevel=6,
@@ -202,8 +204,6 @@ class HandoffGate:
             if own is not None:
                 beyond |= enough & ~(value <= own)
                 seen[f"max_{name}"] = own
-        if self.gates.max_excess is not None and scores.excess is None:
-            seen["why"] = "max_excess needs the source's likelihood, which was not computed"
         seen.update(tokens=int(scores.tokens.sum()))
         rows = beyond.nonzero()[:, 0].tolist()
         reason = f"known text is too surprising in {len(rows)} of {len(beyond)} rows: {_numbers(seen)}"
