@@ -190,6 +190,17 @@ class Writer:
         person, other = self.rng.sample(self.world.people, 2)
         self.add(self.pick(self.fillers, p=person, q=other))
 
+    def tell(self, length: int) -> None:
+        """Statements, events and fillers, but no questions, until the document has about ``length`` tokens."""
+        while self.count < length:
+            draw = self.rng.random()
+            if draw < 0.15:
+                self.filler()
+            elif draw < 0.32 and self.world.values:
+                self.event()
+            elif not self.fact():
+                (self.event if self.rng.random() < 0.4 else self.filler)()
+
     # ---- what is asked ------------------------------------------------------------------------------------------
     def candidates(self, kind: str) -> list[tuple[dict, str]]:
         """All questions of a kind that the text so far answers: (slots, answer)."""
@@ -298,6 +309,9 @@ def pairs_document(rng: random.Random, length: int, most_spacers: int = 0) -> li
     return segments
 
 
+GENRES = ("story", "chat", "diary", "list", "quiz", "exam", "exam", "exam")
+
+
 def relation_document(rng: random.Random, split: str, length: int) -> list[Segment]:
     """One relation of several people, then the same again in another order, as statements or as questions.
 
@@ -350,14 +364,14 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
         split: "train", "validation" or "test".
         length: wanted number of tokens (the last sentence may go beyond it).
         level: 0 bare pairs, 1 one relation at a time, 2 many relations and reverse questions, 3 everything.
-        genre: "story", "chat", "diary", "list" or "quiz"; drawn when None.
+        genre: "story", "chat", "diary", "list", "quiz" or "exam" (all questions at the end); drawn when None.
     """
     if level == 0:
         return pairs_document(rng, length)
     if level == 1:
         return pairs_document(rng, length, 3) if rng.random() < 0.5 else relation_document(rng, split, length)
     if genre is None:
-        genre = rng.choice(("story", "story", "chat", "diary", "list", "quiz")) if level == 3 else "quiz"
+        genre = rng.choice(GENRES) if level == 3 else "quiz"
     people = rng.randint(4, max(4, min(5 + level, 3 + length // 24)))
     writer = Writer(rng, split, level, people, diary=genre == "diary")
     if genre == "chat":
@@ -372,6 +386,11 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
             value = writer.world.draw(attribute, person)
             writer.world.values[attribute, person] = value
             writer.add(f"{person} - {value};")
+    if genre == "exam":
+        writer.tell(int(length * rng.uniform(0.5, 0.8)))
+        while writer.count < length and writer.ask(held_out=split == "test" and rng.random() < 0.5):
+            pass
+        return writer.segments
     ask_share = {"quiz": 0.5, "list": 0.45}.get(genre, 0.35)
     for _ in range(3):
         writer.fact()

@@ -44,19 +44,6 @@ SETS = {
 QUESTIONS_PER_CONTEXT = 3
 
 
-def tell(writer: Writer, length: int) -> None:
-    """Statements, events and fillers, but no questions, until the document has about ``length`` tokens."""
-    rng = writer.rng
-    while writer.count < length:
-        draw = rng.random()
-        if draw < 0.15:
-            writer.filler()
-        elif draw < 0.32 and writer.world.values:
-            writer.event()
-        elif not writer.fact():
-            (writer.event if rng.random() < 0.4 else writer.filler)()
-
-
 def new_writer(rng: random.Random, split: str, length: int, diary: bool = False) -> Writer:
     return Writer(rng, split, level=3, num_people=rng.randint(4, min(9, 3 + length // 40)), diary=diary)
 
@@ -90,7 +77,7 @@ def question_set(split: str, seed: int, contexts: int, lengths: tuple[int, ...],
         writer = new_writer(rng, split, length, diary)
         if diary:
             writer.add(writer.pick(W.DIARY["open"], f=" ".join(writer.world.full[writer.world.people[0]])))
-        tell(writer, length)
+        writer.tell(length)
         kinds = set(KIND_WEIGHTS)
         for _ in range(QUESTIONS_PER_CONTEXT):
             drawn = draw_question(writer, kinds, held_out=split == "test" and rng.random() < 0.5)
