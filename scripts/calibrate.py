@@ -3,7 +3,8 @@
     accelerate launch --num_processes 8 scripts/calibrate.py --source Qwen/Qwen3-14B --target Qwen/Qwen3-32B \\
         --num-sequences 500 --sequence-length 2048 --token-stride 4 --support head_local --top-k 8 --output mapper
 
-The same command goes on after an interruption.
+The same command goes on after an interruption. On a machine without GPUs, Accelerate starts several processes only
+with `--multi_gpu`; they then run on the CPU.
 """
 
 import sys

@@ -48,8 +48,11 @@ def statistics_support(config: FitConfig) -> str:
 
 def block_geometry(geometry: dict[str, Any], first: int, last: int) -> dict[str, Any]:
     """A model's geometry as if it had only some of its layers."""
-    per_layer = {name: geometry[name][first:last] for name in ("layer_types", "rotary_layers") if name in geometry}
-    return {**geometry, "num_layers": last - first, **per_layer}
+    block = {**geometry, "num_layers": last - first}
+    for name in ("layer_types", "rotary_layers"):
+        if name in geometry:
+            block[name] = geometry[name][first:last]
+    return block
 
 
 def new_statistics(

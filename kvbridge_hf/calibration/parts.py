@@ -105,7 +105,8 @@ def assemble(folders: list[Path], target: KVGeometry) -> KVBridgeMapper:
     with torch.no_grad():
         for name, parts in weights.items():
             getattr(mapper, name).copy_(torch.cat(parts))
-    return mapper.to(weights[PARAMETERS[0]][0].dtype).eval()
+    mapper.to(dtype=weights[PARAMETERS[0]][0].dtype)
+    return mapper.eval()
 
 
 def _join_facts(fits: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import logging
 import shutil
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,10 @@ class _Run:
         else:
             source = self._load("source")
             contents = TracedModel(source, "source")
-            self.source = processes.together(lambda: ModelFacts.of(source))
+            self.source = processes.together(partial(ModelFacts.of, source))
         target = source if self._is_same_model() else self._load("target")
         traced = contents if self._is_same_model() else TracedModel(target, "target")
-        self.target = processes.together(lambda: ModelFacts.of(target))
+        self.target = processes.together(partial(ModelFacts.of, target))
         identity.facts.update(source=self.source.fingerprint, target=self.target.fingerprint, data=self.store.digest)
         processes.on_main(lambda: self._settle_identity(identity))
         finished = processes.on_main(self._finished)
@@ -308,7 +309,7 @@ class _Run:
         store = ContentStore(self.work_folder / "content")
         store.drop_damaged()
         source = self._load("source")
-        self.source = self.processes.together(lambda model=source: ModelFacts.of(model))
+        self.source = self.processes.together(partial(ModelFacts.of, source))
         traced = TracedModel(source, "source")
         config = self.config
         accumulator = ContentAccumulator(
@@ -340,7 +341,7 @@ class _Run:
                 if share
             ]
             folders += wanted
-            if not self.processes.on_main(lambda wanted=wanted: all(has_part(folder) for folder in wanted)):
+            if not self.processes.on_main(partial(_all_there, wanted)):
                 self._fit_block(number, (first, last), inner, contents, target)
         self.processes.wait()
         started = time.monotonic()
@@ -379,22 +380,16 @@ class _Run:
             mine = processes.share(sub)
             started = time.monotonic()
             own = of_target_layers(statistics, mine[0] - first, mine[-1] + 1 - first) if mine else None
-            selection = processes.together(lambda own=own: None if own is None else _select(own, config))
+            selection = processes.together(partial(_select, own, config))
             self.progress.note("selection", started)
             moments = None
             if config.weighting == "sensitivity":
                 moments = self._sensitivity(f"{number:04d}-{place:04d}", sub, statistics, selection, contents, target)
             self.settings.stop.check()
             started = time.monotonic()
-
-            def solve(own=own, selection=selection, mine=mine, moments=moments, sub=sub) -> None:
-                if own is None:
-                    return
-                part = None if moments is None else moments.of_target_layers(mine[0] - sub[0], mine[-1] + 1 - sub[0])
-                mapper = fit_part(own, config, selection, part)
-                save_part(part_folder(self.job.state_folder / "parts", mine[0], mine[-1] + 1), mapper)
-
-            processes.together(solve)
+            if moments is not None and mine:
+                moments = moments.of_target_layers(mine[0] - sub[0], mine[-1] + 1 - sub[0])
+            processes.together(partial(self._solve, mine, own, selection, moments))
             self.progress.note("solving", started)
             self.settings.stop.check()
         self._note_bad()
@@ -402,6 +397,18 @@ class _Run:
             shutil.rmtree(folder)
         for folder in self.work_folder.glob(f"sensitivity-{number:04d}-*"):
             shutil.rmtree(folder)
+
+    def _solve(
+        self,
+        layers: list[int],
+        statistics: CalibrationStatistics | None,
+        selection: Selection | None,
+        moments: SensitivityMoments | None,
+    ) -> None:
+        """Fit and save the target layers that are this process's share; there may be none."""
+        if statistics is not None and selection is not None:
+            mapper = fit_part(statistics, self.config, selection, moments)
+            save_part(part_folder(self.job.state_folder / "parts", layers[0], layers[-1] + 1), mapper)
 
     def _sensitivity(
         self,
@@ -534,9 +541,13 @@ class _Run:
         return summary
 
 
-def _select(statistics: CalibrationStatistics, config: FitConfig) -> Selection:
+def _select(statistics: CalibrationStatistics | None, config: FitConfig) -> Selection | None:
     with torch.no_grad():
-        return select(statistics, config)
+        return None if statistics is None else select(statistics, config)
+
+
+def _all_there(folders: list[Path]) -> bool:
+    return all(has_part(folder) for folder in folders)
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
