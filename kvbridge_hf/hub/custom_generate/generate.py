@@ -85,7 +85,7 @@ def hand_over(source_model, model, config, tensors, input_ids, mask):
     content = read_source(source_model, config, input_ids, mask, positions)
     rows, heads, tokens = input_ids.shape[0], config["target_geometry"]["num_kv_heads"], input_ids.shape[1]
     num_sinks = min(config["num_sinks"], tokens)
-    sinks = read_first_tokens(model, input_ids, mask, num_sinks) if num_sinks else None
+    sinks = read_first_tokens(model, input_ids, mask, num_sinks) if num_sinks else []
     cos, sin = rotation(model, positions)
     cache = DynamicCache()
     for layer, rotated in enumerate(config["target_geometry"]["rotary_layers"]):
@@ -146,8 +146,8 @@ def map_layer(config, tensors, kind, layer, content):
         features = torch.cat([states.transpose(1, 2).flatten(2) for states in selected], dim=-1)
         return torch.einsum("btf,hfd->bhtd", features, weight) + bias[None, :, None]
     assigned = zip(selected, config["head_assignment"][layer], strict=True)
-    features = [states[:, torch.tensor(heads)].transpose(2, 3).flatten(3) for states, heads in assigned]
-    return torch.einsum("bhtf,hfd->bhtd", torch.cat(features, dim=-1), weight) + bias[None, :, None]
+    gathered = [states[:, torch.tensor(heads)].transpose(2, 3).flatten(3) for states, heads in assigned]
+    return torch.einsum("bhtf,hfd->bhtd", torch.cat(gathered, dim=-1), weight) + bias[None, :, None]
 
 
 def rotation(model, positions):
