@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
+# Two processes of one thread each: the suite is many small models, which more threads would not speed up.
+PYTEST_FLAGS ?= -n 2
 STAMP := $(VENV)/.installed
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 
@@ -11,10 +13,10 @@ demo: $(STAMP)
 	$(VENV)/bin/kvbridge demo
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 
 test-oldest: $(OLDEST_STAMP)
-	$(OLDEST_VENV)/bin/python -m pytest -m core
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m core
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy kvbridge_hf
