@@ -144,6 +144,24 @@ def test_updates_in_chunks_equal_one_update(monkeypatch):
     assert_same(whole.moments, collect(trace, "full_head").moments, 1e-12)
 
 
+@pytest.mark.parametrize("products", [torch.float64, torch.float32])
+def test_half_of_a_gram_is_computed_and_all_of_it_is_right(monkeypatch, products):
+    monkeypatch.setattr("kvbridge_hf.calibration.moments.GRAM_ROWS", 3)
+    monkeypatch.setattr("kvbridge_hf.calibration.moments.CHUNK_BYTES", 2000)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 50, 8, generator=generator) + 2, torch.randn(2, 50, 4, generator=generator)
+    moments = Moments.zeros(2, 8, 4)
+    for part in (slice(0, 20), slice(20, 50)):
+        moments.update(x[:, part], y[:, part], products=products)
+    for system in range(2):
+        expected = numpy_moments(x[system].double().numpy(), y[system].double().numpy(), np.ones(50))
+        tolerance = 1e-11 if products == torch.float64 else 1e-5
+        for name, value in expected.items():
+            np.testing.assert_allclose(
+                getattr(moments, name)[system].numpy(), value, rtol=tolerance, atol=10 * tolerance
+            )
+
+
 def test_float32_products_are_close_and_float64_sums(monkeypatch):
     trace = random_trace(500, offset=10.0)
     exact = collect(trace, "full_head")
@@ -273,7 +291,7 @@ def test_a_save_cut_short_leaves_the_old_statistics(tmp_path, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("kvbridge_hf.calibration.storage.json.dump", full_disk)
+    monkeypatch.setattr("kvbridge_hf.calibration.storage.os.fdopen", full_disk)
     with pytest.raises(OSError, match="No space"):
         other.save(tmp_path)
     assert CalibrationStatistics.load(tmp_path).train.tokens == 30

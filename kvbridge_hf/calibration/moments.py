@@ -21,6 +21,8 @@ import torch
 
 # Working memory of one update in bytes: tokens are taken in chunks whose float64 copy stays below this.
 CHUNK_BYTES = 256 * 1024**2
+# Rows of a gram matrix that are multiplied at once; what lies left of them is known by symmetry.
+GRAM_ROWS = 512
 
 
 @contextmanager
@@ -117,6 +119,14 @@ class Moments:
                 None if weights is None else weights[:, part].double(),
                 products,
             )
+        self._mirror()
+
+    def _mirror(self) -> None:
+        """Copy what an update left out: the blocks of the gram below its diagonal."""
+        features = self.gram.shape[1]
+        for rows in _gram_blocks(features):
+            if rows.stop < features:
+                self.gram[:, rows.stop :, rows] = self.gram[:, rows, rows.stop :].mT
 
     def _update_chunk(
         self, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, products: torch.dtype
@@ -145,17 +155,19 @@ class Moments:
             if products == torch.float64:
                 x = torch.cat([x, (scale * x_step).unsqueeze(1)], dim=1)
                 y = torch.cat([y, (scale * y_step).unsqueeze(1)], dim=1)
-                self.gram.baddbmm_(x.mT, x)
+                for rows in _gram_blocks(x.shape[2]):
+                    self.gram[:, rows, rows.start :].baddbmm_(x[:, :, rows].mT, x[:, :, rows.start :])
                 self.cross.baddbmm_(x.mT, y)
                 self.power.add_(y.square().sum(dim=1))
             else:
                 low_x, low_y = x.to(products), y.to(products)
                 self.power.add_(y.square().sum(dim=1) + (scale * y_step).square())
+                x_row, y_row = (scale * x_step).unsqueeze(1), (scale * y_step).unsqueeze(1)
                 for rows in _row_blocks(x.shape[0], x.shape[2], x.shape[2] + y.shape[2]):
-                    left = low_x[:, :, rows].mT
-                    correction = (scale * x_step)[:, rows].unsqueeze(-1)
-                    self.gram[:, rows].add_(left @ low_x).add_(correction * (scale * x_step).unsqueeze(1))
-                    self.cross[:, rows].add_(left @ low_y).add_(correction * (scale * y_step).unsqueeze(1))
+                    left, correction = low_x[:, :, rows].mT, x_row[:, :, rows].mT
+                    right = self.gram[:, rows, rows.start :]
+                    right.add_(left @ low_x[:, :, rows.start :]).add_(correction * x_row[:, :, rows.start :])
+                    self.cross[:, rows].add_(left @ low_y).add_(correction * y_row)
         self.x_mean.add_(fraction.unsqueeze(-1) * x_step)
         self.y_mean.add_(fraction.unsqueeze(-1) * y_step)
         self.weight.copy_(total)
@@ -258,11 +270,18 @@ def concatenate(parts: Sequence[Moments]) -> Moments:
     return Moments(**{name: torch.cat([getattr(part, name) for part in parts]) for name in Moments.FIELDS})
 
 
+def _gram_blocks(features: int) -> Iterator[slice]:
+    """Slices of the rows of a gram."""
+    for start in range(0, features, GRAM_ROWS):
+        yield slice(start, min(start + GRAM_ROWS, features))
+
+
 def _row_blocks(systems: int, rows: int, width: int) -> Iterator[slice]:
-    """Slices of the feature rows, so that a temporary `(systems, block, width)` stays within the working memory."""
+    """The same, cut further so that a temporary `(systems, block, width)` stays within the working memory."""
     block = max(1, CHUNK_BYTES // (8 * systems * width))
-    for start in range(0, rows, block):
-        yield slice(start, start + block)
+    for outer in _gram_blocks(rows):
+        for start in range(outer.start, outer.stop, block):
+            yield slice(start, min(start + block, outer.stop))
 
 
 __all__ = ["Moments", "concatenate", "exact_matmul"]

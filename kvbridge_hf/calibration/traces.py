@@ -310,4 +310,14 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-__all__ = ["Batch", "NonFiniteError", "Trace", "TracedModel", "evaluating", "join_contents", "kept_tokens", "read_batches", "trace"]
+__all__ = [
+    "Batch",
+    "NonFiniteError",
+    "Trace",
+    "TracedModel",
+    "evaluating",
+    "join_contents",
+    "kept_tokens",
+    "read_batches",
+    "trace",
+]
