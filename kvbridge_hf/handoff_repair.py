@@ -17,7 +17,7 @@ from .errors import GenerateArgumentError
 from .guard.gates import Handed
 from .handoff import HandoffPolicy, HandoffReport
 from .native_layers import read_native_layers
-from .repair import repair
+from .repair import repair, unsupported_reason
 from .repair_choice import (
     attention_scores,
     choose,
@@ -60,6 +60,10 @@ def apply_native_parts(
         with report.timed("native_layers"):
             _put_native_layers(cache, handed, target_model, num_layers)
         report.native_layers = num_layers
+    if fraction > 0 and policy.native_fraction is None and (reason := unsupported_reason(target_model)):
+        # A mapper's recommendation gives way; a caller who asked for it gets the error.
+        report.notes.append(f"Nothing was repaired: {reason}")
+        return
     if fraction > 0:
         choice = config.repair if policy.repair is None else policy.repair
         with report.timed("repair_choice"):

@@ -137,15 +137,22 @@ def repair(
     return int(chosen.sum())
 
 
+def unsupported_reason(model: PreTrainedModel) -> str | None:
+    """Why a model's attention cannot take part in a repair; None where it can."""
+    implementation = text_config(model.config)._attn_implementation or "eager"
+    if implementation in IMPLEMENTATIONS:
+        return None
+    return (
+        f"Repair gives every recomputed token a mask of its own, which attn_implementation={implementation!r} does "
+        f"not take. Load the target with one of {IMPLEMENTATIONS}, or set HandoffPolicy(native_fraction=0)."
+    )
+
+
 def _check(
     model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, chosen: torch.Tensor, start: int, columns: int
 ) -> None:
-    implementation = text_config(model.config)._attn_implementation or "eager"
-    if implementation not in IMPLEMENTATIONS:
-        raise UnsupportedModelError(
-            f"Repair gives every recomputed token a mask of its own, which attn_implementation={implementation!r} "
-            f"does not take. Load the target with one of {IMPLEMENTATIONS}, or set HandoffPolicy(native_fraction=0)."
-        )
+    if (reason := unsupported_reason(model)) is not None:
+        raise UnsupportedModelError(reason)
     if any(not isinstance(layer, DynamicLayer) or hasattr(layer, "_quantized_keys") for layer in cache.layers):
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         raise CacheMismatchError(f"Only a dynamic cache can be repaired, this one has layers of {kinds}.")
@@ -156,4 +163,4 @@ def _check(
         )
 
 
-__all__ = ["repair"]
+__all__ = ["repair", "unsupported_reason"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from handoff_reference import batch, pair, positions_of
@@ -231,6 +233,12 @@ def test_refusals():
     other.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="flash_attention_2"):
         repair(other, cache, ids, mask, torch.ones(2, 8, dtype=torch.bool))
+    mapper_wish = copy.deepcopy(mapper)
+    mapper_wish.config.native_fraction = 0.5
+    flash = tiny_model("llama", num_layers=4, num_heads=6, num_kv_heads=3, head_dim=8, seed=1)
+    flash.config._attn_implementation = "flex_attention"
+    report = KVBridge(source, mapper_wish, HandoffPolicy(num_sinks=0)).handoff(ids, mask, target_model=flash).report
+    assert report.tokens_repaired == 0 and "flex_attention" in report.notes[0]
     for wrong in ({"native_fraction": 1.5}, {"repair": "magic"}, {"native_layers": -1}):
         with pytest.raises(GenerateArgumentError):
             HandoffPolicy(**wrong)

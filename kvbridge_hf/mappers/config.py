@@ -26,13 +26,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _PRESETS: dict[str, dict[str, Any]] = {
     # One pass over the data, closed form; native sinks and suffix do most of the work.
     "fast": {"top_k": None},
-    # A second pass for the sensitivity weights.
-    "default": {"top_k": None, "weighting": "sensitivity"},
+    # A second pass for the sensitivity weights; a tenth of the tokens, chosen by the question, recomputed natively:
+    # no fit keeps what a lookup needs (docs/methods.md).
+    "default": {"top_k": None, "weighting": "sensitivity", "native_fraction": 0.1},
     # And training on the target's predictions.
     "quality": {
         "top_k": None,
         "weighting": "sensitivity",
         "num_native_suffix": 16,
+        "native_fraction": 0.12,
         "distillation": DistillationConfig(steps=400, precondition=True),
     },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
