@@ -121,8 +121,8 @@ def _source_cache(case: Case, source):
         columns = ids.shape[1]
     cache = own_cache(source, ids, mask, columns, case.source)
     if case.fault == "nan in the source cache":
-        row, column = case.mask.nonzero()[0].tolist()
-        cache.layers[0].keys[row, 0, column, 0] = torch.nan
+        # In the longest row, which fills the width: its first column is handed over if anything is.
+        cache.layers[0].keys[int(case.mask.sum(1).argmax()), 0, 0, 0] = torch.nan
     elif case.fault == "rows missing":
         cache.batch_select_indices(torch.zeros(case.ids.shape[0] + 1, dtype=torch.long))
     elif case.fault == "layers missing":
