@@ -22,15 +22,26 @@ import torch
 from transformers import AutoTokenizer
 
 from kvbridge_hf import HandoffPolicy, KVBridgeMapper, bundled
-from kvbridge_hf.demo import fit_bundled, load_model, read_texts
+from kvbridge_hf.calibration.driver import fit_mapper
+from kvbridge_hf.demo import load_model, read_texts
 from kvbridge_hf.guard import Gates, calibrate_gates
 from kvbridge_hf.guard.likelihood import divergence
 from kvbridge_hf.guard.peek import peek, run_columns
+from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.session import HandoffSession
 
 POLICIES = ("never", "every 5", "every 2", "on gate")
 LENGTHS = (256, 512, 1024)
 INCREMENT = 64
+
+
+@torch.no_grad()
+def own_log_probs(model: Any, tokens: list[int], stem: list[int], known: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """As [`answer_log_probs`] of a model that has read everything itself; the same for every policy, so kept."""
+    key = (id(model), *tokens, *stem)
+    if key not in known:
+        known[key] = answer_log_probs(model, tokens, stem)
+    return known[key]
 
 
 @torch.no_grad()
@@ -51,6 +62,7 @@ def converse(
     tokenizer: Any,
     resync: str,
     gates: Gates,
+    known: dict[Any, torch.Tensor],
 ) -> list[dict[str, Any]]:
     """One conversation under one policy; a record for each turn."""
     policy = HandoffPolicy(on_failure="prefill", gates=gates)
@@ -64,9 +76,9 @@ def converse(
         tokens = session.input_ids[0].tolist()
         stem = tokenizer(turn["stem"], add_special_tokens=False)["input_ids"]
         choices = [tokenizer(choice, add_special_tokens=False)["input_ids"][0] for choice in turn["choices"]]
-        own = answer_log_probs(models["large"], tokens, stem)
+        own = own_log_probs(models["large"], tokens, stem, known)
         moved = answer_log_probs(models["large"], tokens, stem, session.cache_of("large"))
-        alone = answer_log_probs(models["small"], tokens, stem)
+        alone = own_log_probs(models["small"], tokens, stem, known)
         kl = divergence(own, moved)
         mapped = sum(span.stop - span.start for span in session.spans("large") if span.origin is not None)
         records.append(
@@ -176,6 +188,7 @@ def main() -> None:
     parser.add_argument("--small", help="another small model, with --large (folders; mappers are fitted)")
     parser.add_argument("--large")
     parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--fit-texts", type=int, help="texts for a fit; all by default")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, help="write the records as JSON")
     args = parser.parse_args()
@@ -191,7 +204,16 @@ def main() -> None:
                 raise bundled.BundledFileError("fitted below")
             mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path(pair)), dtype=torch.float32)
         except bundled.BundledFileError:
-            mapper = fit_bundled(models[source], models[target], tokenizer)
+            texts = read_texts(bundled.text_path("train"), args.fit_texts)
+            batches = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+            mapper = fit_mapper(
+                models[source],
+                models[target],
+                batches,
+                FitConfig.preset("default"),
+                tokenizer=tokenizer,
+                progress=False,
+            )
         if not mapper.config.gates:
             batches = [torch.tensor([row]) for row in validation if len(row) > 40]
             calibrate_gates(models[source], models[target], mapper, batches)
@@ -199,13 +221,14 @@ def main() -> None:
     with open(bundled.questions_path("conversations"), encoding="utf-8") as file:
         conversations = [json.loads(line) for line in file][: args.conversations]
     records: dict[str, list[dict[str, Any]]] = {}
+    known: dict[Any, torch.Tensor] = {}
     for resync in POLICIES:
         # Without a gate to act on, a rejection would hide what "never" means.
         gates = Gates() if resync == "on gate" else Gates.off()
         records[resync] = [
             record
             for conversation in conversations
-            for record in converse(conversation, models, mappers, tokenizer, resync, gates)
+            for record in converse(conversation, models, mappers, tokenizer, resync, gates, known)
         ]
     print(f"{paths[0]} <-> {paths[1]}, {len(conversations)} conversations\n")
     print(drift_table(records))

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from kvbridge_hf import HandoffPolicy, HandoffReport, KVBridge, KVBridgeMapper, bundled
 from kvbridge_hf.calibration.driver import fit_mapper
-from kvbridge_hf.demo import fit_bundled, load_model, read_texts
+from kvbridge_hf.demo import load_model, read_texts
 from kvbridge_hf.guard import Gates, calibrate_gates
 from kvbridge_hf.guard.defaults import GateDefaults
 from kvbridge_hf.guard.gates import HandoffGate, mapped_norms, suffix_scores
@@ -210,6 +210,8 @@ def main() -> None:
     parser.add_argument("--source", help="another source model, with --target (a folder; the mapper is fitted)")
     parser.add_argument("--target")
     parser.add_argument("--fit", action="store_true", help="fit the mapper instead of loading the bundled one")
+    parser.add_argument("--fit-texts", type=int, help="texts for a fit; all by default")
+    parser.add_argument("--documents", type=int, help="test documents; all by default")
     parser.add_argument("--longest", type=int, default=256, help="cut documents to this many tokens")
     parser.add_argument("--output", type=Path, help="write rows and tables as JSON")
     args = parser.parse_args()
@@ -220,14 +222,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(names[1]))
     fit = args.fit or args.source
     mapper = (
-        fit_bundled(source, target, tokenizer)
+        fit_on_texts(source, target, tokenizer, FitConfig.preset("default"), args.fit_texts)
         if fit
         else KVBridgeMapper.from_pretrained(str(bundled.mapper_path(args.pair)), dtype=torch.float32)
     )
     if not mapper.config.gates:
         validation = [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("validation"))]
         calibrate_gates(source, target, mapper, [torch.tensor([row]) for row in validation if len(row) > 40])
-    measured = measure(source, target, mapper, tokenizer, args.longest)
+    measured = measure(source, target, mapper, tokenizer, args)
     defaults = GateDefaults.from_config(mapper.config)
     assert defaults is not None
     text, facts = table(measured.rows, defaults)
@@ -238,14 +240,14 @@ def main() -> None:
         args.output.write_text(json.dumps({**facts, "rows": measured.rows}))
 
 
-def measure(source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any, longest: int) -> Measurement:
+def measure(source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any, args: argparse.Namespace) -> Measurement:
     """All damages on the test text."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
-    texts = [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("test"))]
+    texts = [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("test"), args.documents)]
     measured = Measurement(source, target, mapper)
-    other = _mapper_of_another_pair(source, target, mapper, tokenizer)
+    other = mapper_of_another_pair(source, target, mapper, tokenizer, args.fit_texts)
     num_layers = int(mapper.config.target_geometry["num_layers"])
-    for ids in groups(texts, longest):
+    for ids in groups(texts, args.longest):
         measured.run(ids, "none", 0)
         for strength in (0.1, 0.2, 0.4, 0.8):
             measured.run(ids, "noise (of a layer's spread)", strength, noise(strength, generator))
@@ -257,13 +259,22 @@ def measure(source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any, lo
         for share in (0.1, 0.3, 1.0):
             measured.run(ids, "mapper of another pair", share, mapper=blended(mapper, other, share))
     for kind, rows in foreign_texts(tokenizer, texts, rng).items():
-        for ids in groups(rows, longest):
+        for ids in groups(rows, args.longest):
             measured.run(ids, f"text: {kind}", 1)
     return measured
 
 
-def _mapper_of_another_pair(source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any) -> KVBridgeMapper:
-    """Of a source of the same architecture with other weights: its layers permuted, so that they are trained ones."""
+def fit_on_texts(source: Any, target: Any, tokenizer: Any, config: FitConfig, limit: int | None) -> KVBridgeMapper:
+    """Fit on the bundled calibration texts, or the first of them."""
+    texts = read_texts(bundled.text_path("train"), limit)
+    batches = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    return fit_mapper(source, target, batches, config, tokenizer=tokenizer, progress=False)
+
+
+def mapper_of_another_pair(
+    source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any, limit: int | None
+) -> KVBridgeMapper:
+    """Of a source of the same architecture with other weights: the source's own with their columns permuted."""
     stranger = type(source)(source.config).eval()
     states = source.state_dict()
     generator = torch.Generator().manual_seed(1)
@@ -272,11 +283,8 @@ def _mapper_of_another_pair(source: Any, target: Any, mapper: KVBridgeMapper, to
             if tensor.ndim == 2:
                 states[name] = tensor[:, torch.randperm(tensor.shape[1], generator=generator)]
     stranger.load_state_dict(states)
-    batches = [
-        tokenizer(text, return_tensors="pt")["input_ids"] for text in read_texts(bundled.text_path("train"), 120)
-    ]
     config = FitConfig(top_k=mapper.config.top_k, support=mapper.config.support, num_sinks=mapper.config.num_sinks)
-    return fit_mapper(stranger, target, batches, config, progress=False)
+    return fit_on_texts(stranger, target, tokenizer, config, limit)
 
 
 if __name__ == "__main__":
