@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--small", help="another small model, with --large (folders; mappers are fitted)")
     parser.add_argument("--large")
     parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--preset", default="default", help="preset of the fits")
     parser.add_argument("--fit-texts", type=int, help="texts for a fit; all by default")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, help="write the records as JSON")
@@ -210,7 +211,7 @@ def main() -> None:
                 models[source],
                 models[target],
                 batches,
-                FitConfig.preset("default"),
+                FitConfig.preset(args.preset),
                 tokenizer=tokenizer,
                 progress=False,
             )

@@ -33,6 +33,7 @@ from kvbridge_hf.guard.gates import HandoffGate, mapped_norms, suffix_scores
 from kvbridge_hf.guard.likelihood import divergence
 from kvbridge_hf.guard.peek import peek, run_columns
 from kvbridge_hf.guard.tuning import auroc, miss_rate_at
+from kvbridge_hf.handoff_repair import apply_native_parts
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.prompt_reading import read_columns
 
@@ -100,7 +101,8 @@ class Measurement:
         cache.map_all()
         if spoil is not None:
             spoil(cache)
-        _, outside = mapped_norms(cache, handed, self.defaults.magnitude)
+        apply_native_parts(cache, handed, self.source, self.target, self.mapper.config, self.policy, report)
+        _, outside = mapped_norms(cache, handed, self.defaults.magnitude, report.native_layers)
         scores = suffix_scores(self.target, self.source, cache, handed, keep_columns=False)
         assert scores is not None
         score = gate.suffix_score(scores)
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--source", help="another source model, with --target (a folder; the mapper is fitted)")
     parser.add_argument("--target")
     parser.add_argument("--fit", action="store_true", help="fit the mapper instead of loading the bundled one")
+    parser.add_argument("--preset", default="default", help="preset of the fit")
     parser.add_argument("--fit-texts", type=int, help="texts for a fit; all by default")
     parser.add_argument("--documents", type=int, help="test documents; all by default")
     parser.add_argument("--longest", type=int, default=256, help="cut documents to this many tokens")
@@ -222,7 +225,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(names[1]))
     fit = args.fit or args.source
     mapper = (
-        fit_on_texts(source, target, tokenizer, FitConfig.preset("default"), args.fit_texts)
+        fit_on_texts(source, target, tokenizer, FitConfig.preset(args.preset), args.fit_texts)
         if fit
         else KVBridgeMapper.from_pretrained(str(bundled.mapper_path(args.pair)), dtype=torch.float32)
     )
