@@ -39,13 +39,13 @@ def mapper(pair):
     return fit_mapper(*pair, batches, FitConfig(top_k=2, num_sinks=2, heldout_fraction=0.0), progress=False)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_equals_the_targets_forward_on_a_handed_over_cache(pair, mapper, side):
+@pytest.mark.parametrize("side, native_layers", [("left", 0), ("right", 0), ("left", 2)])
+def test_equals_the_targets_forward_on_a_handed_over_cache(pair, mapper, side, native_layers):
     source, target = pair
     batch = batch_of([14, 11], side)
     boundary = 9
-    found, there = FunctionalHandoff(source, target, 2, 3).continuation_kl(mapper, batch, boundary)
-    bridge = KVBridge(source, mapper, HandoffPolicy(num_sinks=2, num_native_suffix=3))
+    found, there = FunctionalHandoff(source, target, 2, 3, native_layers).continuation_kl(mapper, batch, boundary)
+    bridge = KVBridge(source, mapper, HandoffPolicy(num_sinks=2, num_native_suffix=3, native_layers=native_layers))
     mask = batch.attention_mask.long()
     cache = bridge.handoff(batch.input_ids[:, :boundary], mask[:, :boundary], target_model=target)
     held = cache.get_seq_length()

@@ -179,7 +179,9 @@ def value_metrics(target: TracedModel) -> torch.Tensor:
         return found
     for layer, projection in enumerate(projections):
         weight = getattr(projection, "weight", None)
-        if not isinstance(projection, nn.Linear) or weight is None or weight.shape[1] % (heads * dim):
+        if not isinstance(projection, nn.Linear) or weight is None or weight.is_meta:
+            continue
+        if weight.shape[1] % (heads * dim):  # a quantised layer's weights are packed
             continue
         grouped = weight.detach().double().cpu().unflatten(1, (heads, -1, dim))  # hidden, H, group, d
         found[layer] = torch.einsum("ohgd,ohge->hde", grouped, grouped)

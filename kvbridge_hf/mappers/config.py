@@ -24,7 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 # What published systems and this library do. `None` as top_k means min(8, source layers).
 _PRESETS: dict[str, dict[str, Any]] = {
-    # One pass over the data, closed form; native sinks and suffix do most of the work.
+    # One pass over the data, closed form, with native sinks and suffix.
     "fast": {"top_k": None},
     # A second pass for the sensitivity weights; a tenth of the tokens, chosen by the question, recomputed natively:
     # no fit keeps what a lookup needs (docs/methods.md).
@@ -35,7 +35,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "weighting": "sensitivity",
         "num_native_suffix": 16,
         "native_fraction": 0.12,
-        "distillation": DistillationConfig(steps=400, precondition=True),
+        "distillation": DistillationConfig(steps=400),
     },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
     "paper": {

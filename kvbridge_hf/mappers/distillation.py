@@ -120,7 +120,8 @@ def distill(
     """Train a mapper on the target's predictions.
 
     Args:
-        mapper: The start; not changed. Its config says how many sinks and how much of the suffix are native.
+        mapper: The start; not changed. Its config says which sinks, suffix and lowest layers are native; what a
+            handoff repairs besides (`native_fraction`) is left out.
         source_model, target_model: The pair; frozen for the time.
         token_batches: As in [`fit_mapper`].
         config: Settings.
@@ -140,7 +141,11 @@ def distill(
     """
     config = config or DistillationConfig()
     handoff = FunctionalHandoff(
-        source_model, target_model, mapper.config.num_sinks, max(1, mapper.config.num_native_suffix)
+        source_model,
+        target_model,
+        mapper.config.num_sinks,
+        mapper.config.num_native_suffix,
+        mapper.config.native_layers,
     )
     vocab_size = min(handoff.source.geometry.vocab_size, handoff.target.geometry.vocab_size)
     training, validating = sequences_of(read_batches(token_batches, vocab_size), heldout_fraction, seed)

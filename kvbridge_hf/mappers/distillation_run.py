@@ -245,7 +245,9 @@ class RunFolder:
             "settings": settings,
             "data": _digest([*training, torch.tensor([-1]), *validating]),
             "start": _digest([tensor for _, tensor in sorted(mapper.state_dict().items())]),
-            "native parts": [mapper.config.num_sinks, mapper.config.num_native_suffix],  # type: ignore[union-attr]
+            "native parts": [
+                getattr(mapper.config, name) for name in ("num_sinks", "num_native_suffix", "native_layers")
+            ],
             "source": _plain(model_fingerprint(source_model)),
             "target": _plain(model_fingerprint(target_model)),
             "code": hashlib.sha256(b"".join((here / name).read_bytes() for name in CODE)).hexdigest(),

@@ -44,12 +44,21 @@ class FunctionalHandoff:
         num_sinks: First tokens of each row that the target computes itself.
         num_native_suffix: Last columns of a prefix that the target runs on top of the mapped ones; at least 1, as the
             first logits come from there.
+        native_layers: Lowest layers of the target that it computes itself for all tokens.
     """
 
-    def __init__(self, source_model: Any, target_model: Any, num_sinks: int = 0, num_native_suffix: int = 1):
+    def __init__(
+        self,
+        source_model: Any,
+        target_model: Any,
+        num_sinks: int = 0,
+        num_native_suffix: int = 1,
+        native_layers: int = 0,
+    ):
         self.source = source_model if isinstance(source_model, TracedModel) else TracedModel(source_model, "source")
         self.target = target_model if isinstance(target_model, TracedModel) else TracedModel(target_model, "target")
         self.num_sinks, self.num_native_suffix = num_sinks, max(1, num_native_suffix)
+        self.native_layers = native_layers
 
     @torch.no_grad()
     def read_source(self, batch: Batch, stop: int, extras: dict[str, torch.Tensor] | None = None) -> SourceContent:
@@ -70,14 +79,18 @@ class FunctionalHandoff:
     def map(self, mapper: KVBridgeMapper, source: SourceContent, own: OwnReading) -> Entries:
         """The handed-over entries of the columns of `source`: mapped, rotated, with the target's own sinks.
 
-        Gradients reach the mapper's parameters. What a column holds of the target's own cache is exact, as nothing but
-        sinks stands before a sink.
+        Gradients reach the mapper's parameters. What is taken from the target's own cache is what a handoff computes:
+        nothing but sinks stands before a sink, and nothing but native layers below a native layer.
         """
         device = own.entries[0][0].device
         positions = source.position_ids.to(device)
         sinks = ((positions < self.num_sinks) & source.valid.to(device))[:, None, :, None]
         entries = []
         for layer, (own_keys, own_values) in enumerate(own.entries):
+            if layer < self.native_layers:
+                stop = positions.shape[1]
+                entries.append((own_keys[:, :, :stop], own_values[:, :, :stop]))
+                continue
             keys, values = mapper.map_layer(layer, source)
             keys = self.target.rotary.apply(keys.to(device), positions, layer).to(own_keys.dtype)
             values = values.to(device, own_values.dtype)

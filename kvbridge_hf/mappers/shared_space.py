@@ -142,7 +142,7 @@ class SharedSpace:
             getattr(mapper, f"{name}_encoder").copy_(encoder)
             getattr(mapper, f"{name}_decoder").copy_(decoder.unflatten(1, shape).permute(1, 2, 0, 3))
             getattr(mapper, f"{name}_bias").copy_(bias.unflatten(0, shape))
-        return mapper.to(dtype).eval()
+        return mapper.to(dtype).eval()  # type: ignore[arg-type]
 
 
 def fit_shared_space(
