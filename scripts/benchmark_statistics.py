@@ -3,9 +3,9 @@
     python scripts/benchmark_statistics.py                                  # random pair of Qwen3 0.6B's geometry
     python scripts/benchmark_statistics.py --source FOLDER --target FOLDER --sequence-length 256 --token-stride 1
 
-Prints seconds for one batch: the forwards of both models alone, the forwards with their content read out, and the whole
-with the statistics summed up; best of some rounds taken in turn, so that a slow moment of the machine meets all three
-alike. The last line is the cost of the statistics as a share of the forwards.
+Prints seconds for one batch: the forwards of both models alone, the forwards with their content read out, and the
+whole with the statistics summed up; best of some rounds taken in turn, so that a slow moment of the machine meets all
+three. The last line is the cost of the statistics as a share of the forwards.
 """
 
 from __future__ import annotations

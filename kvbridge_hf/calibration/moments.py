@@ -114,8 +114,8 @@ class Moments:
         for start in range(0, x.shape[1], rows):
             part = slice(start, start + rows)
             self._update_chunk(
-                x[:, part].double(),
-                y[:, part].double(),
+                x[:, part],
+                y[:, part],
                 None if weights is None else weights[:, part].double(),
                 products,
             )
@@ -131,38 +131,28 @@ class Moments:
     def _update_chunk(
         self, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, products: torch.dtype
     ) -> None:
-        if x.shape[1] == 0:
+        tokens = x.shape[1]
+        if tokens == 0:
             return
         if weights is None:
-            added = torch.full_like(self.weight, x.shape[1])
+            added = torch.full_like(self.weight, tokens)
             added_sq = added
-            x_mean, y_mean = x.mean(dim=1), y.mean(dim=1)
         else:
             added, added_sq = weights.sum(dim=1), weights.square().sum(dim=1)
-            share = (weights / added.clamp(min=torch.finfo(torch.float64).tiny).unsqueeze(-1)).unsqueeze(1)
-            x_mean, y_mean = (share @ x).squeeze(1), (share @ y).squeeze(1)
-        x = x - x_mean.unsqueeze(1)
-        y = y - y_mean.unsqueeze(1)
-        if weights is not None:
-            root = weights.sqrt().unsqueeze(-1)
-            x, y = x * root, y * root
         total = self.weight + added
         fraction = torch.where(total > 0, added / total, torch.zeros_like(total))
-        # Chan's correction as one more row of the product
         scale = (self.weight * fraction).sqrt().unsqueeze(-1)
-        x_step, y_step = x_mean - self.x_mean, y_mean - self.y_mean
+        x, x_step = _centre(x, weights, self.x_mean, scale)
+        y, y_step = _centre(y, weights, self.y_mean, scale)
+        self.power.add_(torch.linalg.vector_norm(y, dim=1).square())
         with exact_matmul():
             if products == torch.float64:
-                x = torch.cat([x, (scale * x_step).unsqueeze(1)], dim=1)
-                y = torch.cat([y, (scale * y_step).unsqueeze(1)], dim=1)
                 for rows in _gram_blocks(x.shape[2]):
                     self.gram[:, rows, rows.start :].baddbmm_(x[:, :, rows].mT, x[:, :, rows.start :])
                 self.cross.baddbmm_(x.mT, y)
-                self.power.add_(y.square().sum(dim=1))
             else:
-                low_x, low_y = x.to(products), y.to(products)
-                self.power.add_(y.square().sum(dim=1) + (scale * y_step).square())
-                x_row, y_row = (scale * x_step).unsqueeze(1), (scale * y_step).unsqueeze(1)
+                low_x, low_y = x[:, :tokens].to(products), y[:, :tokens].to(products)
+                x_row, y_row = x[:, tokens:], y[:, tokens:]
                 for rows in _row_blocks(x.shape[0], x.shape[2], x.shape[2] + y.shape[2]):
                     left, correction = low_x[:, :, rows].mT, x_row[:, :, rows].mT
                     right = self.gram[:, rows, rows.start :]
@@ -268,6 +258,36 @@ class Moments:
 def concatenate(parts: Sequence[Moments]) -> Moments:
     """Stack the systems of several moments of equal sizes."""
     return Moments(**{name: torch.cat([getattr(part, name) for part in parts]) for name in Moments.FIELDS})
+
+
+def _centre(
+    x: torch.Tensor, weights: torch.Tensor | None, known: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Centre tokens about their weighted mean and put Chan's correction behind them, as one more row of the product.
+
+    Args:
+        x (`(S, N, F)`): Tokens.
+        weights (`(S, N)`, *optional*): Float64.
+        known (`(S, F)`): Mean of what was there before.
+        scale (`(S, 1)`): Root of the correction's weight.
+
+    Returns:
+        `(S, N + 1, F)` float64, each row times the root of its weight; and the mean's distance from `known`.
+    """
+    systems, tokens, features = x.shape
+    rows = torch.empty(systems, tokens + 1, features, dtype=torch.float64, device=x.device)
+    body = rows[:, :tokens]
+    body.copy_(x)
+    if weights is None:
+        mean = body.mean(dim=1)
+        body.sub_(mean.unsqueeze(1))
+    else:
+        share = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        mean = (share.unsqueeze(1) @ body).squeeze(1)
+        body.sub_(mean.unsqueeze(1)).mul_(weights.sqrt().unsqueeze(-1))
+    step = mean - known
+    rows[:, tokens] = scale * step
+    return rows, step
 
 
 def _gram_blocks(features: int) -> Iterator[slice]:

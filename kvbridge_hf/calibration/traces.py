@@ -205,18 +205,19 @@ class TracedModel:
                 f"The {self.role} wrote a cache of {len(cache.layers)} layers, and its config says "
                 f"{self.geometry.num_layers}. Only models with one K and one V per layer can be calibrated."
             )
-        position_ids = positions_from_mask(batch.attention_mask.long())
+        positions = positions_from_mask(batch.attention_mask.long())[keep].unsqueeze(0)
         keys, values = [], []
         cos_sin: dict[Any, Any] = {}
         for index, layer in enumerate(cache.layers):
             device = layer.keys.device
             rotation = (self.rotary.rotation_of(index), device)
             if rotation not in cos_sin:  # the same for all layers of one kind
-                cos_sin[rotation] = self.rotary.cos_sin(position_ids.to(device), index)
-            stripped = self.rotary.strip_with(_at_least_float32(layer.keys), cos_sin[rotation], index)
+                cos_sin[rotation] = self.rotary.cos_sin(positions.to(device), index)
             chosen = keep.to(device)
-            keys.append(stripped.transpose(1, 2)[chosen])
-            values.append(_at_least_float32(layer.values).transpose(1, 2)[chosen])
+            # The kept tokens of all rows as one row: what is left out needs no rotation undone.
+            kept = _at_least_float32(layer.keys.transpose(1, 2)[chosen]).transpose(0, 1).unsqueeze(0)
+            keys.append(self.rotary.strip_with(kept, cos_sin[rotation], index)[0].transpose(0, 1))
+            values.append(_at_least_float32(layer.values.transpose(1, 2)[chosen]))
         device = keys[0].device
         stacked = [torch.stack([part.to(device) for part in parts]) for parts in (keys, values)]
         self._check_finite(stacked, batch, keep)
