@@ -36,6 +36,7 @@ from kvbridge_hf.guard.tuning import auroc, miss_rate_at
 from kvbridge_hf.handoff_repair import apply_native_parts
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.prompt_reading import read_columns
+from kvbridge_hf.session import share_cache
 
 CONTINUATION = 16
 BATCH = 16
@@ -77,6 +78,16 @@ class Measurement:
         self.policy = HandoffPolicy(gates=Gates.off())
         self.defaults = GateDefaults.from_config(mapper.config)
         self.rows: list[dict[str, Any]] = []
+        self._known: tuple[Any, Any, Any] = (None, None, None)
+
+    def _alone(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What no damage changes: the target's own log-probabilities, and the source's cache of the prompt."""
+        if self._known[0] is not ids:
+            mask, positions = torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1]).expand_as(ids)
+            own = run_columns(self.target, DynamicCache(), ids, mask, positions, CONTINUATION)
+            prompt = slice(0, 1 - CONTINUATION)
+            self._known = (ids, own, read_columns(self.source, ids[:, prompt], mask[:, prompt]))
+        return self._known[1:]
 
     @torch.no_grad()
     def run(
@@ -93,9 +104,10 @@ class Measurement:
         report = HandoffReport()
         gate = HandoffGate(Gates(), self.mapper.config, report)
         bridge = KVBridge(self.source, self.mapper if mapper is None else mapper, self.policy)
-        source_cache = None
+        own, source_cache = self._alone(ids)
         if roll_source:
-            source_cache = read_columns(self.source, prompt.roll(1, 0), mask.bool())
+            source_cache = share_cache(source_cache)
+            source_cache.batch_select_indices(torch.arange(len(ids)).roll(1))
         cache, handed = bridge.prepare(self.target, prompt, mask, source_cache, None, None, self.policy, gate)
         assert handed is not None
         cache.map_all()
@@ -113,7 +125,6 @@ class Measurement:
         handed_over = run_columns(
             self.target, peek((cache, handed.stop)), ids[:, columns], everything, positions[:, columns], CONTINUATION
         )
-        own = run_columns(self.target, DynamicCache(), ids, everything, positions, CONTINUATION)
         kl = divergence(own, handed_over).mean(1)
         for row in range(len(ids)):
             self.rows.append(
@@ -215,6 +226,7 @@ def main() -> None:
     parser.add_argument("--preset", default="default", help="preset of the fit")
     parser.add_argument("--fit-texts", type=int, help="texts for a fit; all by default")
     parser.add_argument("--documents", type=int, help="test documents; all by default")
+    parser.add_argument("--no-other-pair", action="store_true", help="leave out the damage that needs a second fit")
     parser.add_argument("--longest", type=int, default=256, help="cut documents to this many tokens")
     parser.add_argument("--output", type=Path, help="write rows and tables as JSON")
     args = parser.parse_args()
@@ -248,7 +260,7 @@ def measure(source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any, ar
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     texts = [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("test"), args.documents)]
     measured = Measurement(source, target, mapper)
-    other = mapper_of_another_pair(source, target, mapper, tokenizer, args.fit_texts)
+    other = None if args.no_other_pair else mapper_of_another_pair(source, target, mapper, tokenizer, args.fit_texts)
     num_layers = int(mapper.config.target_geometry["num_layers"])
     for ids in groups(texts, args.longest):
         measured.run(ids, "none", 0)
@@ -259,7 +271,7 @@ def measure(source: Any, target: Any, mapper: KVBridgeMapper, tokenizer: Any, ar
         for share in (0.1, 0.3, 1.0):
             measured.run(ids, "columns of another prompt", share, other_columns(share))
         measured.run(ids, "source cache of another prompt", 1, roll_source=True)
-        for share in (0.1, 0.3, 1.0):
+        for share in () if other is None else (0.1, 0.3, 1.0):
             measured.run(ids, "mapper of another pair", share, mapper=blended(mapper, other, share))
     for kind, rows in foreign_texts(tokenizer, texts, rng).items():
         for ids in groups(rows, args.longest):
