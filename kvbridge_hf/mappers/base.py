@@ -137,6 +137,11 @@ def register_fit(method: type[FitMethod]) -> type[FitMethod]:
     return method
 
 
+def registered_fits() -> list[str]:
+    """Names of the methods that are known so far."""
+    return sorted(_METHODS)
+
+
 def get_fit(name: str) -> FitMethod:
     """The method registered under `name`."""
     importlib.import_module("kvbridge_hf.mappers")  # where the library's own methods register themselves
@@ -158,4 +163,4 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-__all__ = ["FitContext", "FitData", "FitMethod", "get_fit", "library_versions", "register_fit"]
+__all__ = ["FitContext", "FitData", "FitMethod", "get_fit", "library_versions", "register_fit", "registered_fits"]

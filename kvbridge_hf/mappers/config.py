@@ -9,8 +9,8 @@ from typing import Any
 from ..errors import FitConfigError
 from .distillation_config import DistillationConfig
 
+OWN_METHODS = ("ridge", "low_rank", "mlp")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "method": ("ridge", "low_rank", "mlp"),
     "metric": ("identity", "query"),
     "support": ("full_head", "head_local"),
     "selection": ("r2", "r2_layer", "greedy"),
@@ -25,13 +25,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # What published systems and this library do. `None` as top_k means min(8, source layers).
 _PRESETS: dict[str, dict[str, Any]] = {
     # One pass over the data, closed form, with native sinks and suffix.
-    "fast": {"top_k": None},
+    # Greedy selection leaves less error than single-layer R^2 at the same size, wherever not all layers are taken.
+    "fast": {"top_k": None, "selection": "greedy"},
     # A second pass for the sensitivity weights; a tenth of the tokens, chosen by the question, recomputed natively:
     # no fit keeps what a lookup needs (docs/methods.md).
-    "default": {"top_k": None, "weighting": "sensitivity", "native_fraction": 0.1},
+    "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.1},
     # And training on the target's predictions.
     "quality": {
         "top_k": None,
+        "selection": "greedy",
         "weighting": "sensitivity",
         "num_native_suffix": 16,
         "native_fraction": 0.12,
@@ -76,7 +78,7 @@ class FitConfig:
     """How to calibrate and fit a mapper.
 
     Args:
-        method (`str`): The mapper method; `"ridge"`.
+        method (`str`): The mapper method: `"ridge"`, `"low_rank"`, `"mlp"`, or a name given to [`register_fit`].
         support (`str`): `"full_head"` (all heads of the selected source layers feed every target head) or
             `"head_local"` (a target head reads its matched source heads only; 1/source_heads of the weights).
         top_k (`int`, *optional*): Source layers per target layer. None takes min(8, source layers).
@@ -179,6 +181,7 @@ class FitConfig:
         if isinstance(self.distillation, dict):
             object.__setattr__(self, "distillation", DistillationConfig.from_dict(self.distillation))
         object.__setattr__(self, "mlp_hidden", tuple(self.mlp_hidden))
+        _check_method(self.method)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise FitConfigError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
@@ -275,6 +278,16 @@ class FitConfig:
                 f"{source_layers}, or top_k=None for min(8, source layers)."
             )
         return self
+
+
+def _check_method(name: Any) -> None:
+    if name in OWN_METHODS:
+        return
+    from .base import registered_fits  # methods of the user's own; `base` imports this module
+
+    known = sorted({*OWN_METHODS, *registered_fits()})
+    if name not in known:
+        raise FitConfigError(f"method must be one of {known} or one registered with register_fit, got {name!r}.")
 
 
 def _check_int(name: str, value: Any, least: int) -> None:
