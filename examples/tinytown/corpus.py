@@ -292,18 +292,23 @@ def pairs_document(rng: random.Random, length: int, most_spacers: int = 0) -> li
 
     With ``most_spacers``, up to so many words that mean nothing stand between the two, other ones each time, so that
     the value must be found by its key and not by the word before it. Without this step the models stay for millions of
-    tokens at any value of the right sort.
+    tokens at any value of the right sort. Half of these documents ask the other way round after the first time, for
+    the key by the value.
     """
     count = rng.randint(3, max(3, min(8, length // 12)))
     keys = rng.sample(W.FIRST_NAMES + W.THINGS, count)
     pool = rng.choice((W.CITIES, W.JOBS, W.FIRST_NAMES, W.COLORS + W.THINGS))
-    pairs = [(key, rng.choice([v for v in pool if v != key])) for key in keys]
+    values = rng.sample([v for v in pool if v not in keys], count)
+    pairs = list(zip(keys, values, strict=True))
     segments: list[Segment] = []
-    first = True
+    first, backwards = True, most_spacers > 0 and rng.random() < 0.5
     while 3 * len(segments) // 2 < length:
         rng.shuffle(pairs)
         for key, value in pairs:
             spacers = [rng.choice(SPACERS) for _ in range(rng.randint(0, most_spacers))]
+            if backwards and not first:
+                segments += [(" ".join([value, *spacers, "is with"]), False), (f"{key}.", True)]
+                continue
             segments += [(" ".join([key, *spacers]), False), (f"{value}.", not first)]
         first = False
     return segments
