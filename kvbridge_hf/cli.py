@@ -1,4 +1,4 @@
-"""The command line: `kvbridge demo | fit | inspect | plan | generate | tune-gate`.
+"""The command line: `kvbridge demo | fit | inspect | plan | generate | tune-gate | space`.
 
 Commands only read arguments, call the library and print; what they print stands in the library. Wrong arguments are
 answered in one line on stderr with exit code 2.
@@ -15,6 +15,7 @@ import typer
 
 from .errors import KVBridgeError
 from .fit_command import fit
+from .space_command import space
 
 app = typer.Typer(
     name="kvbridge",
@@ -56,6 +57,7 @@ def demo(
 
 
 app.command()(fit)
+app.command()(space)
 
 
 @app.command()

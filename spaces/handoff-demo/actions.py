@@ -37,9 +37,7 @@ def configure(family: Path | None) -> None:
 
 
 @gpu(90)
-def race_frames(
-    key: str, prompt: str, settings: Settings, stop: threading.Event | None
-) -> Iterator[tuple[str, Any]]:
+def race_frames(key: str, prompt: str, settings: Settings, stop: threading.Event | None) -> Iterator[tuple[str, Any]]:
     """`("race", Snapshot)` while both panes stream, then `("judgement", Judgement)` of the handoff's answer."""
     pair = pairs.load(key)
     race = Race(pair, prompt, settings, stop)
@@ -135,8 +133,8 @@ def _count(model: torch.nn.Module) -> str:
     number = sum(parameter.numel() for parameter in model.parameters())
     for limit, unit in ((1e9, "B"), (1e6, "M")):
         if number >= limit:
-            return f"{number / limit:.1f} {unit} parameters"
-    return f"{number / 1e3:.0f} k parameters"
+            return f"{number / limit:.1f} {unit}"
+    return f"{number / 1e3:.0f} k"
 
 
 __all__ = [

@@ -35,7 +35,17 @@ THEME: Any = gr.themes.Soft(
     neutral_hue="slate",
     font=["ui-sans-serif", "system-ui", "sans-serif"],
     font_mono=["ui-monospace", "monospace"],
+).set(
+    block_title_background_fill="transparent",
+    block_title_text_color="*body_text_color_subdued",
+    block_title_text_color_dark="*body_text_color_subdued",
+    block_title_padding="0",
 )
+
+
+def slot(name: str) -> gr.HTML:
+    """A place for HTML that takes no room while it is empty."""
+    return gr.HTML(elem_id=name, elem_classes="kv-slot", padding=False)
 
 
 def build() -> gr.Blocks:
@@ -47,7 +57,8 @@ def build() -> gr.Blocks:
         gr.HTML(INTRO)
         with gr.Row(equal_height=False):
             choice = gr.Dropdown(choices, value=first, label="Pair", scale=1, min_width=240, elem_id="pair")
-            card = gr.HTML(elem_id="pair-card")
+            with gr.Column(scale=3, min_width=300):
+                card = slot("pair-card")
         with gr.Group(visible=first == CUSTOM) as custom:
             with gr.Row():
                 mapper = gr.Textbox(label="Mapper", placeholder="org/mapper", min_width=200)
@@ -64,7 +75,7 @@ def build() -> gr.Blocks:
                 placeholder="A story, with a question or the start of a sentence at its end …",
                 elem_id="prompt",
             )
-            counter = gr.HTML()
+            counter = slot("counter")
             with gr.Row(elem_classes="kv-examples"):
                 examples = [gr.Button(visible=False, size="sm", min_width=80) for _ in range(EXAMPLES)]
 
@@ -82,29 +93,33 @@ def build() -> gr.Blocks:
                     with gr.Row():
                         has_read = gr.Checkbox(True, label="The source has read the prompt before")
                         readable = gr.Checkbox(True, label="Reading speed (times do not see it)")
-                message = gr.HTML(elem_id="race-message")
+                message = slot("race-message")
                 with gr.Row(equal_height=True):
                     native = gr.HTML(
                         markup.pane(None, "native", "Full prefill", "the target reads it all"),
                         elem_id="native",
                         min_width=280,
+                        padding=False,
                     )
                     handoff = gr.HTML(
                         markup.pane(None, "handoff", "Handoff", "the source has read, the target goes on"),
                         elem_id="handoff",
                         min_width=280,
+                        padding=False,
                     )
                 with gr.Row(visible=False) as results:
                     with gr.Column(min_width=300):
                         gr.Markdown("### The handoff's answer, token by token")
-                        strip = gr.HTML(elem_id="strip")
+                        strip = slot("strip")
                     with gr.Column(min_width=300):
                         gr.Markdown("### What each attention head read: cosine to the target's own")
                         heat = gr.Plot(show_label=False, elem_id="heat")
 
             with gr.Tab("Conversation", id="chat") as chat_tab:
                 gr.Markdown("Choose who answers before each message. The other one takes over what was said so far.")
-                bot = gr.Chatbot(show_label=False, height=380, elem_id="bot", placeholder="Nothing was said yet.")
+                bot = gr.Chatbot(
+                    show_label=False, height=380, elem_id="bot", placeholder="Nothing was said yet.", buttons=[]
+                )
                 with gr.Row():
                     who = gr.Radio(
                         [("source", "source"), ("target", "target")],
@@ -120,7 +135,8 @@ def build() -> gr.Blocks:
                     fresh = gr.Button("New conversation", min_width=120, elem_id="fresh")
                 with gr.Row(elem_classes="kv-examples"):
                     openings = [gr.Button(text, size="sm", min_width=120) for text in OPENINGS]
-                chat_message, switch_line, cache_strip = gr.HTML(), gr.HTML(elem_id="switch"), gr.HTML(elem_id="cache")
+                chat_message = slot("chat-message")
+                switch_line, cache_strip = slot("switch"), slot("cache")
                 folder = gr.State(None)
 
             with gr.Tab("Damage and guard", id="damage") as damage_tab:
@@ -131,17 +147,19 @@ def build() -> gr.Blocks:
                 with gr.Row():
                     amount = gr.Slider(0, 2, 0.5, step=0.05, label="Damage", scale=3, min_width=220, elem_id="amount")
                     sweep = gr.Button("Try all damages", min_width=140, elem_id="sweep")
-                damage_message, verdict = gr.HTML(), gr.HTML(elem_id="verdict")
+                damage_message, verdict = slot("damage-message"), slot("verdict")
                 curve = gr.Plot(visible=False, show_label=False, elem_id="curve")
 
             with gr.Tab("Latency", id="latency") as latency_tab:
-                gr.Markdown("Four ways to the target's first logits for the text above, timed in turns on this machine.")
+                gr.Markdown(
+                    "Four ways to the target's first logits for the text above, timed in turns on this machine."
+                )
                 with gr.Row():
                     repeats = gr.Slider(3, 50, 10, step=1, label="Rounds", scale=3, min_width=220)
                     measure = gr.Button("Measure", variant="primary", min_width=140, elem_id="measure")
-                latency_message = gr.HTML()
+                latency_message = slot("latency-message")
                 bars = gr.Plot(visible=False, show_label=False, elem_id="bars")
-                remarks = gr.HTML(elem_id="remarks")
+                remarks = slot("remarks")
 
         # The pair
         chosen = [key, custom, card, who, *examples]
@@ -173,7 +191,7 @@ def build() -> gr.Blocks:
         turns = [
             event(
                 handlers.chat,
-                [key, folder, said, who, tokens, temperature, seed],
+                [key, folder, bot, said, who, tokens, temperature, seed],
                 [chat_message, bot, said, cache_strip, switch_line, folder],
                 show_progress="hidden",
             )
@@ -184,13 +202,8 @@ def build() -> gr.Blocks:
             button.click(partial(str, text), None, said, show_progress="hidden")
         # Damage
         shown = [damage_message, verdict, curve]
-        for event, all_of_them in ((amount.release, False), (sweep.click, True)):
-            event(
-                partial(handlers.damage, sweep=all_of_them),
-                [key, prompt, amount, tokens],
-                shown,
-                show_progress="minimal",
-            )
+        for event, handler in ((amount.release, handlers.damage), (sweep.click, handlers.damage_sweep)):
+            event(handler, [key, prompt, amount, tokens], shown, show_progress="minimal")
         # Latency
         measure.click(handlers.latency, [key, prompt, repeats], [latency_message, bars, remarks])
         # Stopping: a run looks for it after each token; in another process it has to be ended from outside.

@@ -134,9 +134,7 @@ class Chat:
         if len(session.messages) == len(messages) + self._hidden:
             raise Unsuitable("Stopped before the answer began.")
         switch = session.reports[-1] if len(session.reports) > switches else None
-        yield View(
-            self.messages, self.pieces(model), model, switch, job.first_token, job.tokens_per_second, True
-        )
+        yield View(self.messages, self.pieces(model), model, switch, job.first_token, job.tokens_per_second, True)
 
     @property
     def _hidden(self) -> int:
@@ -154,10 +152,7 @@ class Chat:
         for span in self.session.spans(model):
             for place in range(span.start, min(span.stop, len(tokens))):
                 origins[place] = "native" if span.origin is None else "mapped"
-        return [
-            Piece(text, origin)
-            for text, origin in zip(pieces(self.pair.tokenizer, tokens), origins, strict=True)
-        ]
+        return [Piece(text, origin) for text, origin in zip(pieces(self.pair.tokenizer, tokens), origins, strict=True)]
 
     def _new_session(self) -> HandoffSession:
         return HandoffSession(**self._parts())

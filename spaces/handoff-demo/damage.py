@@ -93,9 +93,7 @@ class DamageTest:
             )
             report = bridge.last_report
         assert report is not None
-        return Verdict(
-            damage, report, self._mean_kl(bridge, without_gates(bridge)), self._mean_kl(bridge, policy)
-        )
+        return Verdict(damage, report, self._mean_kl(bridge, without_gates(bridge)), self._mean_kl(bridge, policy))
 
     def curve(self, stop: threading.Event | None = None, steps: Sequence[float] = STEPS) -> Iterator[Verdict]:
         """Verdicts from no damage to much of it."""

@@ -126,7 +126,10 @@ def damage_curve(verdicts: Sequence[Any], now: float | None = None) -> go.Figure
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     legend = {"orientation": "h", "y": 1.14, "x": 0}
     return _dress(
-        figure, 330, xaxis_title="damage (noise, in units of each head's spread)", yaxis_title="KL, nats a token",
+        figure,
+        330,
+        xaxis_title="damage (noise, in units of each head's spread)",
+        yaxis_title="KL, nats a token",
         legend=legend,
     )
 

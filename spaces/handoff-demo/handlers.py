@@ -9,7 +9,7 @@ import actions
 import figures
 import gradio as gr
 import markup
-from prompts import explain
+from prompts import MAX_CHARACTERS, explain
 from race import Settings
 from zero import ON_ZERO
 
@@ -18,7 +18,9 @@ CUSTOM = "custom"
 EXAMPLES = 5
 
 
-def settings_of(tokens: float, temperature: float, top_p: float, seed: float, has_read: bool, readable: bool) -> Settings:
+def settings_of(
+    tokens: float, temperature: float, top_p: float, seed: float, has_read: bool, readable: bool
+) -> Settings:
     """Settings from the controls; cleared number fields count as zero."""
     return Settings(int(tokens or 1), float(temperature or 0), float(top_p or 1), int(seed or 0), has_read, readable)
 
@@ -66,7 +68,7 @@ def count_tokens(key: str, prompt: str) -> str:
     """How long the prompt is, while it is typed."""
     try:
         pair = actions.pairs.load(key)
-        length = len(pair.tokenizer(prompt[: 200_000])["input_ids"]) if prompt.strip() else 0
+        length = len(pair.tokenizer(prompt[:MAX_CHARACTERS])["input_ids"]) if prompt.strip() else 0
     except Exception:
         return ""
     return f'<div class="kv-counter">{length:,} of {pair.max_tokens:,} tokens</div>'
@@ -119,6 +121,7 @@ def _panes(pair: Any, snapshot: Any) -> tuple[str, str, str]:
 def chat(
     key: str,
     folder: str | None,
+    said: list[dict[str, Any]] | None,
     text: str,
     model: str,
     tokens: float,
@@ -126,7 +129,11 @@ def chat(
     seed: float,
     request: gr.Request,
 ) -> Iterator[tuple[Any, ...]]:
-    """message, chatbot, input box, cache strip, switch line, folder."""
+    """message, chatbot, input box, cache strip, switch line, folder.
+
+    Args:
+        said: what the chatbot shows; answers in it carry a line about who wrote them.
+    """
     stop, visitor = begin(request), request.session_hash
     same = gr.update()
     try:
@@ -134,15 +141,21 @@ def chat(
         pair = actions.pairs.load(key)
         settings = settings_of(tokens, temperature, 1.0, seed, True, True)
         names = {"source": pair.source_name, "target": pair.target_name}
-        yield "", same, "", same, same, folder
+        said = [*(said or [])]
+        grown = [*said, {"role": "user", "content": text}] if (text or "").strip() else said
+        yield "", grown, "", same, same, folder
         for view in actions.chat_frames(key, visitor, folder, text, model, settings, stop):
+            answer = view.messages[-1]["content"]
             if not view.done:
-                yield "", view.messages, same, same, same, folder
+                yield "", [*grown, {"role": "assistant", "content": answer}], same, same, same, folder
                 continue
+            signed = f"{answer}\n\n*{markup.signature(names[view.model], view.switch)}*"
             line = markup.switch_line(view.switch, names, view.seconds_to_first, view.tokens_per_second)
-            yield "", view.messages, same, markup.cache_strip(view.pieces, names[view.model]), line, folder
+            strip = markup.cache_strip(view.pieces, names[view.model])
+            yield "", [*grown, {"role": "assistant", "content": signed}], same, strip, line, folder
     except Exception as error:
-        yield markup.message(explain(error)), same, text, same, same, folder
+        # The session has taken the message back too.
+        yield markup.message(explain(error)), said, text, same, same, folder
     finally:
         _end(request, stop)
 
@@ -155,10 +168,21 @@ def new_chat(request: gr.Request) -> tuple[Any, ...]:
     return "", [], "", "", None
 
 
-def damage(
+def damage(key: str, prompt: str, amount: float, tokens: float, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+    """One damage: message, verdict card, curve."""
+    yield from _damage(key, prompt, amount, tokens, False, request)
+
+
+def damage_sweep(
+    key: str, prompt: str, amount: float, tokens: float, request: gr.Request
+) -> Iterator[tuple[Any, ...]]:
+    """One damage, then the curve over all of them."""
+    yield from _damage(key, prompt, amount, tokens, True, request)
+
+
+def _damage(
     key: str, prompt: str, amount: float, tokens: float, sweep: bool, request: gr.Request
 ) -> Iterator[tuple[Any, ...]]:
-    """message, verdict card, curve."""
     stop = begin(request)
     try:
         for kind, frame in actions.damage_frames(key, prompt, amount, int(tokens or 1), sweep, stop):

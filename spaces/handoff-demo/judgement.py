@@ -113,7 +113,10 @@ def judge_answer(
     sums, why = CosineSums(), None
     with whole_machine():
         cache = bridge.handoff(
-            input_ids, source_cache=source_cache, target_model=target, policy=bridge.policy if policy is None else policy
+            input_ids,
+            source_cache=source_cache,
+            target_model=target,
+            policy=bridge.policy if policy is None else policy,
         )
         leave_last_column(cache, columns)
         if attention:

@@ -1,9 +1,9 @@
 """Taking turns on one machine: generations that stream side by side and are timed as if each ran alone.
 
-Every generation runs in a thread of its own and holds the machine from one token to the next. Then it hands it on, first
-come, first served: the two panes of a race so alternate token by token, and several visitors share the machine the
-same way. A generation's clock runs only while it holds the machine, and it finds the random numbers where it left them,
-so neither the other pane nor another visitor changes its times or its samples.
+Every generation runs in a thread of its own and holds the machine from one token to the next. Then it hands it on,
+first come, first served: the two panes of a race so alternate token by token, and several visitors share the machine
+the same way. A generation's clock runs only while it holds the machine, and it finds the random numbers where it left
+them, so neither the other pane nor another visitor changes its times or its samples.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ def strip(tokens: Sequence[Any]) -> str:
     cells = []
     for token in tokens:
         said = (
-            f"both caches: {token.own}" if token.agree else f"own cache: {token.own} · handed-over cache: {token.other}"
+            f"both caches: {token.own}"
+            if token.agree
+            else f"own cache: {token.own} · handed-over cache: {token.other}"
         )
         tip = f"KL {token.kl:.4f} nats · {said} · p {token.probability:.2f}"
         framed = "" if token.agree else " kv-disagree"
@@ -92,7 +94,8 @@ def strip(tokens: Sequence[Any]) -> str:
         f'<div><b class="kv-kl">{mean:.4f}</b><span>mean KL, nats a token</span></div>'
         f'<div><b class="kv-agree">{agreed} of {len(tokens)}</b><span>same first choice</span></div></div>'
         f'<p class="kv-cells">{"".join(cells)}</p>'
-        f'<p class="kv-legend">KL {legend} <em>framed: another first choice. Point at a token for details.</em></p></div>'
+        f'<p class="kv-legend">KL {legend} <em>framed: another first choice. Point at a token to see more.</em></p>'
+        "</div>"
     )
 
 
@@ -128,6 +131,13 @@ def switch_line(switch: Any, names: dict[str, str], first: float | None, speed: 
         f'<span class="kv-chip">{switch.tokens_kept} kept</span> '
         f"<small>up to date after {seconds(switch.seconds)} · first token after {seconds(first)}{rate}</small></div>"
     )
+
+
+def signature(name: str, switch: Any) -> str:
+    """Under an answer: who wrote it, and from what (Markdown)."""
+    if switch is None or switch.tokens_mapped == 0:
+        return f"{name}, all read by itself" if switch is not None and switch.tokens_kept == 0 else name
+    return f"{name}, {switch.tokens_mapped} tokens taken over"
 
 
 def verdict_card(verdict: Any, own: str, unguarded: str, guarded: str) -> str:
@@ -186,6 +196,7 @@ __all__ = [
     "pane",
     "report_note",
     "seconds",
+    "signature",
     "strip",
     "switch_line",
     "verdict_card",

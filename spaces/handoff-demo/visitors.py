@@ -1,4 +1,4 @@
-"""What belongs to one visitor of the page: the run to be stopped, and the conversation. Nothing is shared between two."""
+"""What belongs to one visitor: the run to be stopped, and the conversation. Nothing is shared between two."""
 
 from __future__ import annotations
 
