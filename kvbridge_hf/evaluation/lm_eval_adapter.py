@@ -166,7 +166,9 @@ class HandoffLM(_LM):
         held = len(context.tokens) - context.left
         kwargs: dict[str, Any] = {"use_cache": False}
         if context.cache is not None:
-            context.cache.crop(held)  # what an earlier continuation left
+            surplus = int(context.cache.get_seq_length()) - held  # what an earlier continuation left
+            if surplus > 0:
+                context.cache.crop(-surplus)  # negative, the one way that all supported versions read alike
             kwargs = {"use_cache": True, **cache_kwargs(context.cache)}
         mask = torch.ones(1, len(tokens), dtype=torch.long, device=self.target_model.device)
         logits = self.target_model(self._tensor(tokens[held:]), attention_mask=mask, **kwargs).logits
