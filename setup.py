@@ -1,7 +1,8 @@
-"""Puts the bundled Tinytown family into wheels; everything else about the package stands in pyproject.toml.
+"""Puts the bundled Tinytown family and the demonstration page into wheels; all else stands in pyproject.toml.
 
-The family lies once in the repository, under `examples/tinytown/`. A wheel holds it as `kvbridge_hf/tinytown/`, where
-`kvbridge_hf.bundled` looks first. An editable install needs no copy: there `bundled` finds `examples/tinytown/`.
+Both lie once in the repository, under `examples/` and `spaces/`. A wheel holds them inside the package, where
+`kvbridge_hf.bundled` and `kvbridge space` look first. An editable install needs no copies: there they are found in the
+checkout.
 """
 
 from pathlib import Path
@@ -10,46 +11,52 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
-FAMILY = Path("examples/tinytown")
-PARTS = ("models", "mappers", "questions", "texts")
+# folder of the repository -> folder of the package
+FOLDERS = {
+    "examples/tinytown/models": "tinytown/models",
+    "examples/tinytown/mappers": "tinytown/mappers",
+    "examples/tinytown/questions": "tinytown/questions",
+    "examples/tinytown/texts": "tinytown/texts",
+    "spaces/handoff-demo": "handoff-demo",
+}
 
 
-class BuildWithFamily(build_py):
-    """`build_py` that also copies the family's models, mappers, questions and texts."""
+class BuildWithBundle(build_py):
+    """`build_py` that also copies the folders above."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
             self._check()
-            for source, copy in self._family().items():
+            for source, copy in self._bundle().items():
                 self.mkpath(str(Path(copy).parent))
                 self.copy_file(source, copy, preserve_mode=False)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        family = [] if self.editable_mode else list(self._family().values())
-        return [*super().get_outputs(include_bytecode), *family]
+        bundle = [] if self.editable_mode else list(self._bundle().values())
+        return [*super().get_outputs(include_bytecode), *bundle]
 
     def get_source_files(self) -> list[str]:
-        return [*super().get_source_files(), *self._family()]
+        return [*super().get_source_files(), *self._bundle()]
 
     @staticmethod
     def _check() -> None:
-        missing = [part for part in PARTS if not (FAMILY / part).is_dir()]
+        missing = [folder for folder in FOLDERS if not Path(folder).is_dir()]
         if missing:
             raise SetupError(
-                f"{FAMILY} lacks {', '.join(missing)}: a wheel without them could not run `kvbridge demo`. "
+                f"{', '.join(missing)} missing: a wheel without could not run `kvbridge demo` or `kvbridge space`. "
                 "Build from a complete checkout or from the sdist."
             )
 
-    def _family(self) -> dict[str, str]:
+    def _bundle(self) -> dict[str, str]:
         """File in the repository -> its copy in the build folder."""
-        packaged = Path(self.build_lib) / "kvbridge_hf" / "tinytown"
-        files = sorted(file for part in PARTS for file in (FAMILY / part).rglob("*") if file.is_file())
+        package = Path(self.build_lib) / "kvbridge_hf"
         return {
-            file.as_posix(): str(packaged / file.relative_to(FAMILY))
-            for file in files
-            if "__pycache__" not in file.parts
+            file.as_posix(): str(package / target / file.relative_to(folder))
+            for folder, target in FOLDERS.items()
+            for file in sorted(Path(folder).rglob("*"))
+            if file.is_file() and "__pycache__" not in file.parts
         }
 
 
-setup(cmdclass={"build_py": BuildWithFamily})
+setup(cmdclass={"build_py": BuildWithBundle})

@@ -26,9 +26,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 # Numbers of a page that make a snippet slow, and those with which it runs here.
-SHORTER = {
-    "fitting.md": [("steps=200", "steps=2, learning_rate=1e-4"), ("seeds=(0, 1, 2)", "seeds=(0,)")]
-}
+SHORTER = {"fitting.md": [("steps=200", "steps=2, learning_rate=1e-4"), ("seeds=(0, 1, 2)", "seeds=(0,)")]}
 
 
 def blocks(page: Path, language: str) -> list[str]:
