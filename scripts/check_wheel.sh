@@ -23,8 +23,9 @@ git -C "$root" archive HEAD | tar -x -C "$work/source"
 "$work/build/bin/python" -m build --outdir "$output" "$work/source"
 
 wheel=$(ls -t "$output"/kvbridge_hf-*.whl | head -n 1)
+"$python" -m zipfile -l "$wheel" > "$work/contents"
 for part in tinytown/models tinytown/mappers tinytown/questions tinytown/texts handoff-demo; do
-    "$python" -m zipfile -l "$wheel" | grep -q "kvbridge_hf/$part/" || { echo "The wheel lacks $part." >&2; exit 1; }
+    grep -q "kvbridge_hf/$part/" "$work/contents" || { echo "The wheel lacks $part." >&2; exit 1; }
 done
 "$python" -m venv "$work/bare"
 "$work/bare/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" "$wheel"
