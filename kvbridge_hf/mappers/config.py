@@ -27,16 +27,16 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # One pass over the data, closed form, with native sinks and suffix.
     # Greedy selection leaves less error than single-layer R^2 at the same size, wherever not all layers are taken.
     "fast": {"top_k": None, "selection": "greedy"},
-    # A second pass for the sensitivity weights; a tenth of the tokens, chosen by the question, recomputed natively:
-    # no fit keeps what a lookup needs (docs/methods.md).
-    "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.1},
+    # A second pass for the sensitivity weights; 15 % of the tokens, chosen by the question, recomputed natively, as no
+    # fit keeps what a lookup needs (docs/methods.md).
+    "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.15},
     # And training on the target's predictions.
     "quality": {
         "top_k": None,
         "selection": "greedy",
         "weighting": "sensitivity",
         "num_native_suffix": 16,
-        "native_fraction": 0.12,
+        "native_fraction": 0.15,
         "distillation": DistillationConfig(steps=400),
     },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
