@@ -56,8 +56,8 @@ def build() -> gr.Blocks:
         key = gr.State(first)
         gr.HTML(INTRO)
         with gr.Row(equal_height=False):
-            choice = gr.Dropdown(choices, value=first, label="Pair", scale=1, min_width=240, elem_id="pair")
-            with gr.Column(scale=3, min_width=300):
+            choice = gr.Dropdown(choices, value=first, label="Pair", scale=1, min_width=290, elem_id="pair")
+            with gr.Column(scale=2, min_width=300):
                 card = slot("pair-card")
         with gr.Group(visible=first == CUSTOM) as custom:
             with gr.Row():
