@@ -37,8 +37,10 @@ THEME: Any = gr.themes.Soft(
     font_mono=["ui-monospace", "monospace"],
 ).set(
     block_title_background_fill="transparent",
-    block_title_text_color="*body_text_color_subdued",
-    block_title_text_color_dark="*body_text_color_subdued",
+    block_title_text_color="*body_text_color",
+    block_title_text_color_dark="*body_text_color",
+    body_background_fill="#f4f6f9",
+    block_background_fill="#ffffff",
     block_title_padding="0",
 )
 
@@ -197,7 +199,8 @@ def build() -> gr.Blocks:
             )
             for event in (send.click, said.submit)
         ]
-        fresh.click(handlers.new_chat, None, talk, show_progress="hidden")
+        for event in (fresh.click, bot.clear):
+            event(handlers.new_chat, None, talk, show_progress="hidden")
         for text, button in zip(OPENINGS, openings, strict=True):
             button.click(partial(str, text), None, said, show_progress="hidden")
         # Damage
