@@ -75,9 +75,9 @@ def job_arguments(job: CalibrationJob, *more: str) -> list[str]:
         *("--source", job.source, "--target", job.target, "--output", str(job.output)),
         *("--dataset", job.data.datasets[0].name, "--num-sequences", str(job.data.num_sequences)),
         *("--sequence-length", str(job.data.sequence_length), "--batch-size", str(job.batch_size)),
-        *("--top-k", str(job.fit.top_k), "--ridge-lambda", str(job.fit.ridge_lambda)),
-        *("--support", job.fit.support, "--weighting", job.fit.weighting, "--plan", job.plan),
-        *("--checkpoint-every", str(job.checkpoint_every)),
+        *("--plan", job.plan, "--checkpoint-every", str(job.checkpoint_every)),
+        # Every field, so that what a preset says does not matter.
+        *(part for name, value in job.fit.to_dict().items() for part in ("--set", f"{name}={json.dumps(value)}")),
         *more,
     ]
 
