@@ -236,9 +236,11 @@ def test_refusals():
     mapper_wish = copy.deepcopy(mapper)
     mapper_wish.config.native_fraction = 0.5
     flash = tiny_model("llama", num_layers=4, num_heads=6, num_kv_heads=3, head_dim=8, seed=1)
-    flash.config._attn_implementation = "flex_attention"
-    report = KVBridge(source, mapper_wish, HandoffPolicy(num_sinks=0)).handoff(ids, mask, target_model=flash).report
-    assert report.tokens_repaired == 0 and "flex_attention" in report.notes[0]
+    bridge = KVBridge(source, mapper_wish, HandoffPolicy(num_sinks=0))
+    bridge.check_target(flash)  # while it can still run here
+    flash.config._attn_implementation = "flash_attention_2"
+    report = bridge.handoff(ids, mask, target_model=flash).report
+    assert report.tokens_repaired == 0 and "flash_attention_2" in report.notes[0]
     for wrong in ({"native_fraction": 1.5}, {"repair": "magic"}, {"native_layers": -1}):
         with pytest.raises(GenerateArgumentError):
             HandoffPolicy(**wrong)
