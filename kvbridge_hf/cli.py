@@ -39,7 +39,7 @@ def _print(data: dict[str, Any], as_json: bool, text: str) -> None:
 def demo(
     pair: Annotated[
         str, typer.Option(help="Pair of the bundled family, as SOURCE-to-TARGET: s-to-m, m-to-l ...")
-    ] = "m-to-l",
+    ] = "s-to-m",
     fit: Annotated[bool, typer.Option("--fit", help="Fit the mapper now instead of loading the bundled one.")] = False,
     prompt: Annotated[str | None, typer.Option(help="A text of your own instead of a Tinytown one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 24,

@@ -50,7 +50,7 @@ def fit_bundled(
 
 @torch.no_grad()
 def run_demo(
-    pair: str = "m-to-l",
+    pair: str = "s-to-m",
     *,
     fit: bool = False,
     prompt: str | None = None,

@@ -83,11 +83,11 @@ def test_demo_handoff_is_better_than_no_context(demo_result):
 
 
 def test_inspect_and_generate_on_a_bundled_mapper(capsys):
-    mapper = str(bundled.mapper_path("m-to-l"))
+    mapper = str(bundled.mapper_path("s-to-m"))
     code, out, _ = run(capsys, "inspect", mapper, "--json")
     assert code == 0
     assert json.loads(out)
-    source, target = (str(bundled.model_path(name)) for name in ("m", "l"))
+    source, target = (str(bundled.model_path(name)) for name in ("s", "m"))
     prompt = "Alice lives in Rome. Bob lives in Oslo. Where does Bob live? Bob lives in"
     args = ["generate", prompt, "--source", source, "--target", target, "--mapper", mapper, "--max-new-tokens", "3"]
     code, out, _ = run(capsys, *args, "--json")
@@ -96,8 +96,8 @@ def test_inspect_and_generate_on_a_bundled_mapper(capsys):
 
 
 def test_a_mapper_of_another_pair_is_refused_in_one_line(capsys):
-    source, target = (str(bundled.model_path(name)) for name in ("l", "m"))
+    source, target = (str(bundled.model_path(name)) for name in ("m", "s"))
     args = ["generate", "Alice.", "--source", source, "--target", target]
-    code, _, err = run(capsys, *args, "--mapper", str(bundled.mapper_path("m-to-l")))
+    code, _, err = run(capsys, *args, "--mapper", str(bundled.mapper_path("s-to-m")))
     assert code == 2
     assert err.count("\n") == 1
