@@ -1,7 +1,7 @@
 """Fit a mapper, calibrate its gates, judge it, and push it to the Hub; then find and load it there.
 
 python examples/calibrate_and_publish.py                            # stops before the Hub
-python examples/calibrate_and_publish.py --repo-id you/m-to-l       # needs `hf auth login`
+python examples/calibrate_and_publish.py --repo-id you/s-to-m       # needs `hf auth login`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=120, help="questions to judge on")
     args = parser.parse_args()
 
-    source_path, target_path = bundled.model_path("m"), bundled.model_path("l")
+    source_path, target_path = bundled.model_path("s"), bundled.model_path("m")
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     source = AutoModelForCausalLM.from_pretrained(source_path, dtype=torch.float32).eval()
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()

@@ -24,10 +24,10 @@ TURNS = [
 def main() -> None:
     models = {
         name: AutoModelForCausalLM.from_pretrained(bundled.model_path(short), dtype=torch.float32)
-        for name, short in (("small", "m"), ("large", "l"))
+        for name, short in (("small", "s"), ("large", "m"))
     }
-    tokenizer = AutoTokenizer.from_pretrained(bundled.model_path("l"))
-    up = KVBridgeMapper.from_pretrained(str(bundled.mapper_path("m-to-l")), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(bundled.model_path("m"))
+    up = KVBridgeMapper.from_pretrained(str(bundled.mapper_path("s-to-m")), dtype=torch.float32)
     session = HandoffSession(models, {("small", "large"): up}, tokenizer)
 
     session.send("system", "You are a good friend.")

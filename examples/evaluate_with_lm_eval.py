@@ -44,10 +44,10 @@ def main() -> None:
     except ImportError:
         sys.exit('lm_eval is missing: pip install "kvbridge_hf[eval]"')
 
-    source = AutoModelForCausalLM.from_pretrained(bundled.model_path("m"), dtype=torch.float32).eval()
-    target = AutoModelForCausalLM.from_pretrained(bundled.model_path("l"), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(bundled.model_path("l"))
-    mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path("m-to-l")), dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(bundled.model_path("s"), dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(bundled.model_path("m"), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(bundled.model_path("m"))
+    mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path("s-to-m")), dtype=torch.float32)
 
     for name, bridge, model in (
         ("target alone", None, target),

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbridge_hf import KVBridge, KVBridgeMapper, bundled  # importing it makes generate() understand bridge=
 
-SOURCE, TARGET = str(bundled.model_path("m")), str(bundled.model_path("l"))
-MAPPER = str(bundled.mapper_path("m-to-l"))
+SOURCE, TARGET = str(bundled.model_path("s")), str(bundled.model_path("m"))
+MAPPER = str(bundled.mapper_path("s-to-m"))
 PROMPT = "Alice lives in Rome. Bob has a friend named Carl. Paula is a baker. Where does Alice live? Alice lives in"
 
 

@@ -39,12 +39,12 @@ def model(name: str):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(bundled.model_path("l"))
+    return AutoTokenizer.from_pretrained(bundled.model_path("m"))
 
 
 @pytest.fixture(scope="module")
 def models():
-    return {name: model(name) for name in ("m", "l")}
+    return {name: model(name) for name in ("s", "m", "l")}
 
 
 def token_batches(tokenizer, name: str) -> list[torch.Tensor]:
@@ -60,13 +60,14 @@ def names(models, tokenizer):
         "Alice lives in Rome. Bob has a friend named Carl. Carl owns the lamp. Where does Alice live? Alice lives in"
     )
     return {
-        "source": models["m"],
-        "target": models["l"],
+        "source": models["s"],
+        "target": models["m"],
         "tokenizer": tokenizer,
-        "mapper": KVBridgeMapper.from_pretrained(str(bundled.mapper_path("m-to-l")), dtype=torch.float32),
+        "mapper": KVBridgeMapper.from_pretrained(str(bundled.mapper_path("s-to-m")), dtype=torch.float32),
         "inputs": tokenizer(prompt, return_tensors="pt", return_token_type_ids=False),
         "batches": token_batches(tokenizer, "train"),
         "other_batches": token_batches(tokenizer, "validation"),
+        "small": models["s"],
         "middle": models["m"],
         "large": models["l"],
     }
@@ -80,8 +81,6 @@ def test_snippets_run(page, names, tmp_path, monkeypatch):
     for long, short in SHORTER.get(page.name, []):
         assert long in text
         text = text.replace(long, short)
-    if "small" in re.findall(r"\w+", text):
-        names["small"] = model("s")
     namespace = {"__name__": page.stem} | ({} if page.name == "README.md" else names)
     exec(compile(text, str(page), "exec"), namespace)
 
@@ -150,7 +149,7 @@ def test_route_by_retention(monkeypatch, capsys):
 
 def test_calibrate_and_publish(tmp_path):
     with LoopbackHub() as hub:
-        arguments = ["--sequences", "24", "--gate-sequences", "24", "--questions", "8", "--repo-id", "tester/m-to-l"]
+        arguments = ["--sequences", "24", "--gate-sequences", "24", "--questions", "8", "--repo-id", "tester/s-to-m"]
         process = subprocess.run(
             [sys.executable, str(ROOT / "examples" / "calibrate_and_publish.py"), *arguments],
             env={**os.environ, **hub.environment(tmp_path / "cache")},
@@ -159,8 +158,8 @@ def test_calibrate_and_publish(tmp_path):
             timeout=600,
         )
         assert process.returncode == 0, process.stderr
-        assert "mappers on the Hub: ['tester/m-to-l']" in process.stdout
-        pushed = hub.files("tester/m-to-l")
+        assert "mappers on the Hub: ['tester/s-to-m']" in process.stdout
+        pushed = hub.files("tester/s-to-m")
     assert {"config.json", "model.safetensors", "README.md", "kvbridge_manifest.json"} <= set(pushed)
     assert b"gap_recovered" in pushed["config.json"]
 
