@@ -96,7 +96,7 @@ def build() -> gr.Blocks:
                         has_read = gr.Checkbox(True, label="The source has read the prompt before")
                         readable = gr.Checkbox(True, label="Reading speed (times do not see it)")
                 message = slot("race-message")
-                with gr.Row(equal_height=True):
+                with gr.Row(equal_height=True, elem_classes="kv-panes"):
                     native = gr.HTML(
                         markup.pane(None, "native", "Full prefill", "the target reads it all"),
                         elem_id="native",
