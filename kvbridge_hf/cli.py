@@ -1,4 +1,4 @@
-"""The command line: `kvbridge demo | fit | inspect | plan | generate | tune-gate | space`.
+"""The command line: `kvbridge demo | fit | inspect | plan | generate | push | search | tune-gate | space`.
 
 Commands only read arguments, call the library and print; what they print stands in the library. Wrong arguments are
 answered in one line on stderr with exit code 2.
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import KVBridgeError
+from .errors import ArtifactError, KVBridgeError
 from .fit_command import fit
 from .space_command import space
 
@@ -69,7 +69,10 @@ def inspect(
     """Show what an artifact holds: geometry, support, hashes, scores. Weights are not downloaded."""
     from .hub.inspection import inspect_artifact, to_text
 
-    facts = inspect_artifact(mapper, revision=revision)
+    try:
+        facts = inspect_artifact(mapper, revision=revision)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ArtifactError(f"{mapper!r} is neither a folder nor a mapper that the Hub gives: {error}") from error
     _print(facts, as_json, to_text(facts))
 
 
@@ -133,6 +136,38 @@ def tune_gate(
     _print(result, as_json, to_text(result))
 
 
+@app.command()
+def push(
+    mapper: Annotated[Path, typer.Argument(help="Folder of a saved mapper.")],
+    repo: Annotated[str, typer.Argument(help="Model repository of the Hub, NAME or ORGANISATION/NAME.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made when it does not exist.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Upload a saved mapper to the Hub, whole or not at all."""
+    from .hub.publishing import publish_folder
+
+    commit = publish_folder(
+        mapper, repo, private=private or None, revision=revision, commit_message=message, create_pr=create_pr
+    )
+    _print({"commit": commit.oid, "url": commit.commit_url}, as_json, str(commit.commit_url))
+
+
+@app.command()
+def search(
+    source: Annotated[str, typer.Argument(help="Hub id of the source model.")],
+    target: Annotated[str, typer.Argument(help="Hub id of the target model.")],
+    as_json: Json = False,
+) -> None:
+    """List the mappers on the Hub that were made for a pair."""
+    from .hub.publishing import search_mappers
+
+    names = [model.id for model in search_mappers(source, target)]
+    _print({"mappers": names}, as_json, "\n".join(names) or "No mapper for this pair.")
+
+
 def main(args: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     command = typer.main.get_command(app)
@@ -149,6 +184,8 @@ def main(args: list[str] | None = None) -> int:
             return 2
         if type(error).__name__ == "Abort":
             return int(getattr(error.__cause__, "exit_code", 130))
+        if type(error).__module__.startswith("huggingface_hub"):
+            return _complain(str(error))
         if not hasattr(error, "format_message"):
             raise
         return _complain(error.format_message())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from . import bundled
 from .evaluation import Judge, build_report, load_questions, measure_latency, split_documents
@@ -24,11 +26,14 @@ PATH_LABELS = {
 }
 
 
-def load_model(name_or_path: str | Path, dtype: Any = "auto") -> PreTrainedModel:
+def load_model(name_or_path: str | Path, dtype: Any = "auto") -> Any:
     """A causal LM for inference, on a GPU where there is one; on a CPU in float32 (16-bit products are slow there)."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" and dtype == "auto" else dtype
-    return AutoModelForCausalLM.from_pretrained(str(name_or_path), dtype=dtype).eval().to(device)
+    model = AutoModelForCausalLM.from_pretrained(str(name_or_path), dtype=dtype)
+    return model.eval().to(device)
 
 
 def read_texts(path: Path, limit: int | None = None) -> list[str]:
@@ -77,6 +82,7 @@ def run_demo(
     source_path, target_path = bundled.model_path(source_name), bundled.model_path(target_name)
     tokenizer = AutoTokenizer.from_pretrained(str(target_path))
     source, target = load_model(source_path), load_model(target_path)
+    mapper: Any
     if fit:
         mapper = fit_bundled(source, target, tokenizer)
     else:
@@ -171,7 +177,7 @@ def generate_once(
 ) -> dict[str, Any]:
     """Generate from one prompt across a pair; returns the text and the handoff's report."""
     policy = HandoffPolicy(on_failure=on_failure)
-    bridge_mapper = KVBridgeMapper.from_pretrained(mapper)
+    bridge_mapper: Any = KVBridgeMapper.from_pretrained(mapper)
     tokenizer = AutoTokenizer.from_pretrained(target)
     source_model, target_model = load_model(source), load_model(target)
     bridge = KVBridge(source_model, bridge_mapper.to(target_model.device), policy, tokenizer=tokenizer)

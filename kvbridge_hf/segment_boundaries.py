@@ -21,7 +21,8 @@ def boundary_tokens(tokenizer: Any) -> list[int]:
     """
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     special = set(tokenizer.all_special_ids)
-    found = {getattr(tokenizer, "eos_token_id", None)} - {None}
+    end = getattr(tokenizer, "eos_token_id", None)
+    found: set[int] = set() if end is None else {end}
     for index, name in enumerate(names):
         if not isinstance(name, str) or index in special:
             continue

@@ -27,6 +27,7 @@ CONDITIONS = {
     "source": "source alone",
     "unmapped": "unmapped",
     "mismatched": "other prompt's",
+    "native_only": "native parts only",
     "no_context": "no context",
 }
 

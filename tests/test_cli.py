@@ -25,7 +25,7 @@ def run(capsys, *args):
             ["plan", "--source", "Qwen/Qwen3-14B", "--target", "Qwen/Qwen3-32B", "--support", "everything"],
             "everything",
         ),
-        (["plan", "--source", "Qwen/Qwen3-14B", "--target", "Qwen/Qwen3-32B", "--top-k", "none"], "none"),
+        (["plan", "--source", "Qwen/Qwen3-14B", "--target", "Qwen/Qwen3-32B", "--top-k", "none"], "--top-k"),
         (["demo", "--pair", "m"], "SOURCE-to-TARGET"),
         (["demo", "--pair", "x-to-y"], "tinytown-x"),
         (["demo", "--questions", "0"], "--questions"),

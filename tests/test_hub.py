@@ -350,3 +350,13 @@ def test_what_was_pushed_is_a_sealed_artifact_with_a_valid_card(hub, client, fol
     assert hub.count("POST", "validate-yaml") == 0  # asked when it was pushed, before this test
     card = (tmp_path / "README.md").read_text()
     assert f'KVBridgeMapper.from_pretrained("{REPO}")' in card
+
+
+def test_command_line_pushes_and_searches(hub, client, folder, tmp_path):
+    main = "__import__('kvbridge_hf.cli', fromlist=['main']).main"
+    assert client.value(f"{main}(['push', folder, 'org/from-the-command-line'])", folder=folder) == 0
+    assert hub.files("org/from-the-command-line")["config.json"] == (folder / "config.json").read_bytes()
+    assert client.value(f"{main}(['search', 'org/small', 'org/large'])") == 0
+    assert client.value(f"{main}(['push', folder, 'org/nothing'])", folder=tmp_path) == 2
+    assert ("model", "org/nothing") not in hub.repos
+    assert client.value(f"{main}(['inspect', 'org/nothing'])") == 2

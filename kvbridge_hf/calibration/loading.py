@@ -54,7 +54,7 @@ def load_model(job: CalibrationJob, role: str, device: torch.device) -> Any:
     except (OSError, ValueError, ImportError) as error:
         raise CalibrationError(f"The {role} {name!r} cannot be loaded: {error}") from error
     if "device_map" not in arguments:
-        model.to(device=device)
+        model.to(device=device)  # type: ignore[call-arg]
     return model.eval()
 
 

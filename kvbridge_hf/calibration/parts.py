@@ -105,7 +105,7 @@ def assemble(folders: list[Path], target: KVGeometry) -> KVBridgeMapper:
     with torch.no_grad():
         for name, parts in weights.items():
             getattr(mapper, name).copy_(torch.cat(parts))
-    mapper.to(dtype=weights[PARAMETERS[0]][0].dtype)
+    mapper.to(dtype=weights[PARAMETERS[0]][0].dtype)  # type: ignore[call-arg]
     return mapper.eval()
 
 

@@ -120,9 +120,8 @@ class HandoffLM(_LM):
                 kwargs["bridge"] = self.bridge
             ids = self._tensor(self.encode(context))
             limit = int(settings.get("max_gen_toks", self.max_new_tokens))
-            output = self.target_model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **kwargs
-            )
+            target: Any = self.target_model
+            output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **kwargs)
             self._count()
             text = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
             for stop in until:
