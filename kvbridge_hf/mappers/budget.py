@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import ArtifactError
 from ..kernels import map_full_head, map_head_local
 from ..modeling_kvbridge import AffineMethod, KVBridgeMapper, SourceContent, register_method
 from .base import FitContext
+from .features import KIND_NAMES, add_parameters, kinds_of, source_features, target_shape
 from .linear import LayerFit, fit_layer
 
 
@@ -80,8 +79,7 @@ class RaggedMethod(AffineMethod):
 
     def build(self, mapper: KVBridgeMapper) -> None:
         config = mapper.config
-        layers, heads = config.target_geometry["num_layers"], config.target_geometry["num_kv_heads"]
-        head_dim = config.target_geometry["head_dim"]
+        layers, heads, head_dim = target_shape(config)
         counts: Any = config.method_config.get("layer_counts")
         whole = isinstance(counts, list) and len(counts) == layers and all(isinstance(count, int) for count in counts)
         if not whole or not all(1 <= count <= config.top_k for count in counts):
@@ -90,9 +88,9 @@ class RaggedMethod(AffineMethod):
                 f"top_k={config.top_k} source layers, got {counts!r}."
             )
         features = sum(counts) * config.head_block * config.source_geometry["head_dim"]
-        for kind in ("key", "value"):
-            mapper.register_parameter(f"{kind}_weight", nn.Parameter(torch.empty(heads, features, head_dim)))
-            mapper.register_parameter(f"{kind}_bias", nn.Parameter(torch.empty(layers, heads, head_dim)))
+        for kind in KIND_NAMES:
+            add_parameters(mapper, **{f"{kind}_weight": (heads, features, head_dim)})
+            add_parameters(mapper, **{f"{kind}_bias": (layers, heads, head_dim)})
 
     def map_layer(
         self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
@@ -104,7 +102,7 @@ class RaggedMethod(AffineMethod):
         part = slice(start, start + counts[target_layer] * width)
         places = range(counts[target_layer])
         mapped = []
-        for name, read in (("key", source.keys), ("value", source.values)):
+        for name, read in kinds_of(source):
             weight = getattr(mapper, f"{name}_weight")[:, part]
             bias = getattr(mapper, f"{name}_bias")[target_layer]
             features = source_features(mapper, target_layer, read, weight.device, places)
@@ -116,35 +114,4 @@ class RaggedMethod(AffineMethod):
         return 2.0 * (mapper.key_weight.numel() + mapper.value_weight.numel())
 
 
-def source_features(
-    mapper: KVBridgeMapper,
-    target_layer: int,
-    read: Callable[[int], torch.Tensor],
-    device: torch.device,
-    places: range | None = None,
-) -> torch.Tensor:
-    """What a linear map of a target layer reads of one kind.
-
-    Args:
-        mapper: Its config and assignment.
-        target_layer: Which.
-        read: `source.keys` or `source.values`.
-        device: Where to.
-        places: Of the selected source layers; all by default.
-
-    Returns:
-        `(B, T, features)` with full-head support, `(B, target_heads, T, features)` with head-local support.
-    """
-    chosen = mapper.config.selected_layers[target_layer]
-    places = range(len(chosen)) if places is None else places
-    content = [read(chosen[place]).to(device) for place in places]
-    if mapper.config.support == "full_head":
-        return torch.cat([layer.transpose(1, 2).flatten(2) for layer in content], dim=-1)
-    gathered = []
-    for place, layer in zip(places, content, strict=True):
-        picked = layer[:, mapper.source_heads[target_layer, place].to(layer.device)]  # (B, H_t, block, T, d_s)
-        gathered.append(picked.transpose(2, 3).flatten(3))
-    return torch.cat(gathered, dim=-1)
-
-
-__all__ = ["RaggedMethod", "source_features", "spend", "spend_layers"]
+__all__ = ["RaggedMethod", "spend", "spend_layers"]

@@ -11,14 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..calibration.layout import KINDS
 from ..errors import ArtifactError, FitConfigError
-from ..kernels.reference import _compute_dtype
 from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
-from .budget import source_features
+from .features import (
+    KIND_NAMES,
+    add_parameters,
+    fill_parameters,
+    grouped_features,
+    kinds_of,
+    target_shape,
+    zero_parameters,
+)
 from .linear import LayerFit, check_solution, fit_layer, gather_facts, r2_by_kind
 from .spectral import OutputBasis, identity_basis
 
@@ -35,8 +41,7 @@ class LowRankMethod(MapperMethod):
 
     def build(self, mapper: KVBridgeMapper) -> None:
         config = mapper.config
-        layers, heads = config.target_geometry["num_layers"], config.target_geometry["num_kv_heads"]
-        head_dim = config.target_geometry["head_dim"]
+        layers, heads, head_dim = target_shape(config)
         groups = 1 if config.support == "full_head" else heads
         ranks = config.method_config.get("ranks")
         fits = isinstance(ranks, dict) and all(
@@ -53,30 +58,25 @@ class LowRankMethod(MapperMethod):
                 f"groups of heads, got {ranks!r}."
             )
         assert ranks is not None
-        for kind, name in zip(KINDS, ("key", "value"), strict=True):
+        for kind, name in zip(KINDS, KIND_NAMES, strict=True):
             total = sum(map(sum, ranks[kind]))
-            mapper.register_parameter(f"{name}_down", nn.Parameter(torch.empty(config.num_features, total)))
-            mapper.register_parameter(f"{name}_up", nn.Parameter(torch.empty(total, heads // groups * head_dim)))
-            mapper.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(layers, heads, head_dim)))
+            add_parameters(mapper, **{f"{name}_down": (config.num_features, total)})
+            add_parameters(mapper, **{f"{name}_up": (total, heads // groups * head_dim)})
+            add_parameters(mapper, **{f"{name}_bias": (layers, heads, head_dim)})
 
     def init_weights(self, mapper: KVBridgeMapper) -> None:
-        for kind in ("key", "value"):
-            for part in ("down", "up", "bias"):
-                nn.init.zeros_(getattr(mapper, f"{kind}_{part}"))
+        zero_parameters(mapper)
 
     def map_layer(
         self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mapped = []
-        for kind, name, read in zip(KINDS, ("key", "value"), (source.keys, source.values), strict=True):
+        for kind, (name, read) in zip(KINDS, kinds_of(source), strict=True):
             ranks = mapper.config.method_config["ranks"][kind]
             down, up = getattr(mapper, f"{name}_down"), getattr(mapper, f"{name}_up")
             bias = getattr(mapper, f"{name}_bias")[target_layer]
-            features = source_features(mapper, target_layer, read, down.device)
-            dtype = _compute_dtype(features, down)
-            features = features.to(dtype)
-            if mapper.config.support == "full_head":
-                features = features.unsqueeze(1)  # one group: (B, groups, T, F)
+            features = grouped_features(mapper, target_layer, read)
+            dtype = features.dtype
             start, parts = sum(map(sum, ranks[:target_layer])), []
             for group, rank in enumerate(ranks[target_layer]):
                 columns = slice(start, start + rank)
@@ -87,9 +87,7 @@ class LowRankMethod(MapperMethod):
         return mapped[0], mapped[1]
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
-        return 2.0 * sum(
-            getattr(mapper, f"{kind}_{part}").numel() for kind in ("key", "value") for part in ("down", "up")
-        )
+        return 2.0 * sum(getattr(mapper, f"{kind}_{part}").numel() for kind in KIND_NAMES for part in ("down", "up"))
 
 
 class _Factors:
@@ -172,15 +170,14 @@ class LowRankFit(FitMethod):
                 heldout.append(fit.r2(cut, dim, heldout=True))
         facts["r2"], facts["heldout_r2"] = r2_by_kind(r2), r2_by_kind(heldout) if heldout else None
         mapper = KVBridgeMapper(self.mapper_config(context, method_config={"ranks": by_kind}, **facts))
-        for kind, name in enumerate(("key", "value")):
+        for kind, name in enumerate(KIND_NAMES):
             parts = {
-                "down": torch.cat(down[kind], dim=1),
-                "up": torch.cat(up[kind]),
-                "bias": torch.stack([bias[kind] for bias in biases]),
+                f"{name}_down": torch.cat(down[kind], dim=1),
+                f"{name}_up": torch.cat(up[kind]),
+                f"{name}_bias": torch.stack([bias[kind] for bias in biases]),
             }
             check_solution(*parts.values())
-            for part, tensor in parts.items():
-                getattr(mapper, f"{name}_{part}").copy_(tensor)
+            fill_parameters(mapper, **parts)
         return mapper.to(getattr(torch, config.dtype)).eval()
 
 

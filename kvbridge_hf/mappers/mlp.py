@@ -10,17 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
 from ..calibration.samples import Samples
 from ..errors import ArtifactError, FitConfigError
 from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
-from .budget import source_features
+from .features import (
+    KIND_NAMES,
+    add_parameters,
+    fill_parameters,
+    grouped_features,
+    kinds_of,
+    target_shape,
+    zero_parameters,
+)
 from .linear import by_head, check_solution, fit_layer, gather_facts, r2_by_kind
-
-KIND_NAMES = ("key", "value")
 
 
 @register_method
@@ -36,20 +41,18 @@ class MLPMethod(MapperMethod):
 
     def build(self, mapper: KVBridgeMapper) -> None:
         config = mapper.config
-        layers, heads = config.target_geometry["num_layers"], config.target_geometry["num_kv_heads"]
-        head_dim = config.target_geometry["head_dim"]
+        layers, heads, head_dim = target_shape(config)
         hidden = config.method_config.get("hidden")
         if not isinstance(hidden, list) or not hidden or not all(isinstance(w, int) and w > 0 for w in hidden):
             raise ArtifactError(f"method_config['hidden'] must be a list of widths, got {hidden!r}.")
         widths = [config.num_features, *hidden, head_dim]
         for kind in KIND_NAMES:
             for place, name in enumerate(self.stages(mapper, kind)):
-                shape = (layers, heads, widths[place], widths[place + 1])
-                mapper.register_parameter(name, nn.Parameter(torch.empty(shape)))
-                mapper.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(layers, heads, shape[-1])))
+                inputs, outputs = widths[place], widths[place + 1]
+                add_parameters(mapper, **{name: (layers, heads, inputs, outputs)})
+                add_parameters(mapper, **{f"{name}_bias": (layers, heads, outputs)})
             if config.method_config.get("residual"):
-                shape = (layers, heads, config.num_features, head_dim)
-                mapper.register_parameter(f"{kind}_weight", nn.Parameter(torch.empty(shape)))
+                add_parameters(mapper, **{f"{kind}_weight": (layers, heads, config.num_features, head_dim)})
 
     @staticmethod
     def stages(mapper: KVBridgeMapper, kind: str) -> list[str]:
@@ -60,23 +63,15 @@ class MLPMethod(MapperMethod):
         ]
 
     def init_weights(self, mapper: KVBridgeMapper) -> None:
-        for kind in KIND_NAMES:
-            for name in self.stages(mapper, kind):
-                nn.init.zeros_(getattr(mapper, name))
-                nn.init.zeros_(getattr(mapper, f"{name}_bias"))
-            if mapper.config.method_config.get("residual"):
-                nn.init.zeros_(getattr(mapper, f"{kind}_weight"))
+        zero_parameters(mapper)
 
     def map_layer(
         self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mapped = []
-        for kind, read in zip(KIND_NAMES, (source.keys, source.values), strict=True):
+        for kind, read in kinds_of(source):
             names = self.stages(mapper, kind)
-            features = source_features(mapper, target_layer, read, mapper.device)
-            if mapper.config.support == "full_head":
-                features = features.unsqueeze(1)
-            features = features.to(torch.promote_types(torch.float32, mapper.dtype))
+            features = grouped_features(mapper, target_layer, read)
             states = features
             for place, name in enumerate(names):
                 weight = getattr(mapper, name)[target_layer].to(states.dtype)
@@ -163,16 +158,14 @@ class MLPFit(FitMethod):
             sampled_tokens=training.num_tokens,
         )
         mapper = KVBridgeMapper(self.mapper_config(context, method_config=method_config, **facts))
-        with torch.no_grad():
-            for kind, name in enumerate(KIND_NAMES):
-                for place, stage in enumerate(MLPMethod.stages(mapper, name)):
-                    weight = torch.stack([weights[place].unflatten(0, (2, -1))[kind] for weights, _ in states])
-                    bias = torch.stack([shifts[place].unflatten(0, (2, -1))[kind].squeeze(-2) for _, shifts in states])
-                    check_solution(weight, bias)
-                    getattr(mapper, stage).copy_(weight)
-                    getattr(mapper, f"{stage}_bias").copy_(bias)
-                if config.mlp_residual:
-                    getattr(mapper, f"{name}_weight").copy_(torch.stack([weight[kind] for weight in linear]))
+        for kind, name in enumerate(KIND_NAMES):
+            for place, stage in enumerate(MLPMethod.stages(mapper, name)):
+                weight = torch.stack([weights[place].unflatten(0, (2, -1))[kind] for weights, _ in states])
+                bias = torch.stack([shifts[place].unflatten(0, (2, -1))[kind].squeeze(-2) for _, shifts in states])
+                check_solution(weight, bias)
+                fill_parameters(mapper, **{stage: weight, f"{stage}_bias": bias})
+            if config.mlp_residual:
+                fill_parameters(mapper, **{f"{name}_weight": torch.stack([weight[kind] for weight in linear])})
         return mapper.to(getattr(torch, config.dtype)).eval()
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import FitConfigError
 from ..modeling_kvbridge import KVBridgeMapper, SourceContent
-from .budget import source_features
+from .features import source_features
 
 # Relative to the mean variance: directions below it are not enlarged any further.
 FLOOR = 1e-4

@@ -13,6 +13,7 @@ import torch
 from ..modeling_kvbridge import KVBridgeMapper
 from .base import FitContext, FitMethod, register_fit
 from .budget import spend_layers
+from .features import KIND_NAMES, fill_parameters
 from .linear import by_head, check_solution, fit_layer, gather_facts, r2_by_kind
 
 
@@ -47,9 +48,8 @@ class RidgeFit(FitMethod):
             )
             weight = torch.cat(weights, dim=2)
         check_solution(weight, bias)
-        for kind, name in enumerate(("key", "value")):
-            getattr(mapper, f"{name}_weight").copy_(weight[kind])
-            getattr(mapper, f"{name}_bias").copy_(bias[kind])
+        for kind, name in enumerate(KIND_NAMES):
+            fill_parameters(mapper, **{f"{name}_weight": weight[kind], f"{name}_bias": bias[kind]})
         return mapper.to(getattr(torch, config.dtype)).eval()
 
 

@@ -28,9 +28,15 @@ from ..fingerprint import model_fingerprint, tokenizer_fingerprint
 from ..geometry import check_pair
 from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
 from .base import library_versions
-from .budget import source_features
-
-KIND_NAMES = ("key", "value")
+from .features import (
+    KIND_NAMES,
+    add_parameters,
+    fill_parameters,
+    grouped_features,
+    kinds_of,
+    target_shape,
+    zero_parameters,
+)
 
 
 @register_method
@@ -46,34 +52,30 @@ class SharedSpaceMethod(MapperMethod):
     def build(self, mapper: KVBridgeMapper) -> None:
         config = mapper.config
         width = config.method_config.get("width")
-        layers, heads = config.target_geometry["num_layers"], config.target_geometry["num_kv_heads"]
+        layers, heads, dim = target_shape(config)
         if not isinstance(width, int) or width < 1 or config.support != "full_head":
             raise ArtifactError(f"method_config['width'] must be a width, with full-head support, got {width!r}.")
         if len({tuple(row) for row in config.selected_layers}) != 1:
             raise ArtifactError("In a shared space all target layers read the same source layers.")
-        dim = config.target_geometry["head_dim"]
         for kind in KIND_NAMES:
-            mapper.register_parameter(f"{kind}_encoder", nn.Parameter(torch.empty(config.num_features, width)))
-            mapper.register_parameter(f"{kind}_decoder", nn.Parameter(torch.empty(layers, heads, width, dim)))
-            mapper.register_parameter(f"{kind}_bias", nn.Parameter(torch.empty(layers, heads, dim)))
+            add_parameters(mapper, **{f"{kind}_encoder": (config.num_features, width)})
+            add_parameters(mapper, **{f"{kind}_decoder": (layers, heads, width, dim)})
+            add_parameters(mapper, **{f"{kind}_bias": (layers, heads, dim)})
 
     def init_weights(self, mapper: KVBridgeMapper) -> None:
-        for kind in KIND_NAMES:
-            for part in ("encoder", "decoder", "bias"):
-                nn.init.zeros_(getattr(mapper, f"{kind}_{part}"))
+        zero_parameters(mapper)
 
     def map_layer(
         self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mapped = []
-        for kind, read in zip(KIND_NAMES, (source.keys, source.values), strict=True):
-            encoder = getattr(mapper, f"{kind}_encoder")
-            features = source_features(mapper, target_layer, read, encoder.device)
-            dtype = torch.promote_types(torch.float32, torch.promote_types(features.dtype, encoder.dtype))
-            shared = features.to(dtype) @ encoder.to(dtype)
+        for kind, read in kinds_of(source):
+            features = grouped_features(mapper, target_layer, read)
+            dtype = features.dtype
+            shared = features @ getattr(mapper, f"{kind}_encoder").to(dtype)
             decoder = getattr(mapper, f"{kind}_decoder")[target_layer].to(dtype)
             bias = getattr(mapper, f"{kind}_bias")[target_layer].to(dtype)
-            mapped.append(shared.unsqueeze(1) @ decoder + bias.unsqueeze(1))
+            mapped.append(shared @ decoder + bias.unsqueeze(1))
         return mapped[0], mapped[1]
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
@@ -135,13 +137,13 @@ class SharedSpace:
             fit={**self.info, "method": SharedSpaceMethod.name, "fleet": self.names},
         )
         mapper = KVBridgeMapper(config)
-        shape = (to["num_layers"], to["num_kv_heads"], to["head_dim"])
+        shape = target_shape(config)
         for kind, name in enumerate(KIND_NAMES):
             encoder, decoder = self.encoders[source][kind], self.decoders[target][kind]
             bias = self.means[target][kind] - self.means[source][kind] @ encoder @ decoder
-            getattr(mapper, f"{name}_encoder").copy_(encoder)
-            getattr(mapper, f"{name}_decoder").copy_(decoder.unflatten(1, shape).permute(1, 2, 0, 3))
-            getattr(mapper, f"{name}_bias").copy_(bias.unflatten(0, shape))
+            heads = decoder.unflatten(1, shape).permute(1, 2, 0, 3)
+            fill_parameters(mapper, **{f"{name}_encoder": encoder, f"{name}_decoder": heads})
+            fill_parameters(mapper, **{f"{name}_bias": bias.unflatten(0, shape)})
         return mapper.to(dtype).eval()  # type: ignore[arg-type]
 
 
