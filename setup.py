@@ -1,8 +1,7 @@
-"""Puts the bundled Tinytown family and the demonstration page into wheels; all else stands in pyproject.toml.
+"""Puts the bundled family, the demonstration page and the cards' templates into wheels; all else: pyproject.toml.
 
-Both lie once in the repository, under `examples/` and `spaces/`. A wheel holds them inside the package, where
-`kvbridge_hf.bundled` and `kvbridge space` look first. An editable install needs no copies: there they are found in the
-checkout.
+Each lies once in the repository. A wheel holds them inside the package, where `kvbridge_hf.bundled` looks first. An
+editable install needs no copies: there they are found in the checkout.
 """
 
 from pathlib import Path
@@ -18,6 +17,7 @@ FOLDERS = {
     "examples/tinytown/questions": "tinytown/questions",
     "examples/tinytown/texts": "tinytown/texts",
     "spaces/handoff-demo": "handoff-demo",
+    "hub_cards/templates": "hub_cards",
 }
 
 
@@ -44,7 +44,7 @@ class BuildWithBundle(build_py):
         missing = [folder for folder in FOLDERS if not Path(folder).is_dir()]
         if missing:
             raise SetupError(
-                f"{', '.join(missing)} missing: a wheel without could not run `kvbridge demo` or `kvbridge space`. "
+                f"{', '.join(missing)} missing: a wheel without could not run the demo or write cards. "
                 "Build from a complete checkout or from the sdist."
             )
 

@@ -1,4 +1,4 @@
-"""Where the bundled Tinytown family lies: models, mappers, question sets and texts."""
+"""Where things lie that a wheel holds beside the code: the Tinytown family, the demonstration page, templates."""
 
 from __future__ import annotations
 
@@ -10,23 +10,46 @@ _PREFIX = "tinytown-"
 
 
 class BundledFileError(KVBridgeError, FileNotFoundError):
-    """A part of the bundled family that does not exist."""
+    """A bundled file or folder that does not exist."""
 
 
-def family_folder() -> Path:
-    """The family's folder: inside the installed package, or in `examples/` of a checkout.
+def folder_of(in_package: str, in_checkout: str, holds: str, what: str) -> Path:
+    """A folder that a wheel holds inside the package and a checkout elsewhere (`setup.py` copies it).
+
+    Args:
+        in_package, in_checkout: where it lies, below the package's folder and below the checkout's.
+        holds: something in it, by which it is known.
+        what: what it is, for the message.
 
     Raises:
         BundledFileError: the installation lacks it.
     """
-    here = Path(__file__).resolve().parent
-    for folder in (here / "tinytown", here.parent / "examples" / "tinytown"):
-        if (folder / "models").is_dir():
+    package = Path(__file__).resolve().parent
+    for folder in (package / in_package, package.parent / in_checkout):
+        if (folder / holds).exists():
             return folder
     raise BundledFileError(
-        "This installation does not hold the bundled Tinytown family. Install the package from its wheel or from a "
-        "checkout (pip install -e .)."
+        f"This installation does not hold {what}. Install the package from its wheel or from a checkout "
+        "(pip install -e .)."
     )
+
+
+def family_folder() -> Path:
+    """The family's folder.
+
+    Raises:
+        BundledFileError: the installation lacks it.
+    """
+    return folder_of("tinytown", "examples/tinytown", "models", "the bundled Tinytown family")
+
+
+def space_folder() -> Path:
+    """The folder of the demonstration page.
+
+    Raises:
+        BundledFileError: the installation lacks it.
+    """
+    return folder_of("handoff-demo", "spaces/handoff-demo", "app.py", "the demonstration page")
 
 
 def _existing(kind: str, name: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from .bundled import space_folder
 from .errors import KVBridgeError
 
 # What the page imports that the package itself does not need.
@@ -18,19 +19,6 @@ NEEDED = ("gradio", "plotly")
 
 class SpaceUnavailableError(KVBridgeError, ImportError):
     """The page, or something that it needs, is not installed."""
-
-
-def app_folder() -> Path:
-    """The page's folder: inside the installed package, or in `spaces/` of a checkout.
-
-    Raises:
-        SpaceUnavailableError: the installation lacks it.
-    """
-    here = Path(__file__).resolve().parent
-    for folder in (here / "handoff-demo", here.parent / "spaces" / "handoff-demo"):
-        if (folder / "app.py").is_file():
-            return folder
-    raise SpaceUnavailableError("This installation does not hold the page. Run the command from a checkout.")
 
 
 def check_needed() -> None:
@@ -52,8 +40,8 @@ def space(
     check_needed()
     if family is not None and not (family / "models").is_dir():
         raise SpaceUnavailableError(f"--family {family} is no family: it has no folder named models.")
-    sys.path.insert(0, str(app_folder()))
+    sys.path.insert(0, str(space_folder()))
     importlib.import_module("app").launch(family, server_name=host, server_port=port, inbrowser=browser)
 
 
-__all__ = ["app_folder", "check_needed", "space"]
+__all__ = ["check_needed", "space"]

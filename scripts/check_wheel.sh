@@ -24,7 +24,7 @@ git -C "$root" archive HEAD | tar -x -C "$work/source"
 
 wheel=$(ls -t "$output"/kvbridge_hf-*.whl | head -n 1)
 "$python" -m zipfile -l "$wheel" > "$work/contents"
-for part in tinytown/models tinytown/mappers tinytown/questions tinytown/texts handoff-demo; do
+for part in tinytown/models tinytown/mappers tinytown/questions tinytown/texts handoff-demo hub_cards; do
     grep -q "kvbridge_hf/$part/" "$work/contents" || { echo "The wheel lacks $part." >&2; exit 1; }
 done
 "$python" -m venv "$work/bare"

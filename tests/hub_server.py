@@ -68,11 +68,13 @@ class LoopbackHub:
         """
         self.faults.append(Fault(method, pattern, kind, times))
 
-    def put(self, repo_id: str, folder: Path) -> None:
-        """Make a repository of a folder, as if it had been pushed."""
-        repo = self.repos["model", repo_id] = Repo(repo_id)
+    def put(self, repo_id: str, folder: Path, repo_type: str = "model", card: str | None = None) -> None:
+        """Make a repository of a folder, as if it had been pushed; `card` stands in for the folder's README.md."""
+        repo = self.repos[repo_type, repo_id] = Repo(repo_id)
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         files = {name: Blob(path.read_bytes(), name.endswith(_LFS_SUFFIXES)) for name, path in paths.items()}
+        if card is not None:
+            files["README.md"] = Blob(card.encode(), False)
         self.lfs.update({blob.sha256: blob.data for blob in files.values() if blob.lfs})
         repo.commit("main", files)
 

@@ -15,8 +15,10 @@ from handoff_reference import random_mapper
 from hub_server import LoopbackHub
 from models import ARCHITECTURES, tiny_model
 from test_modeling import make_mapper, make_source
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbridge_hf import KVBridge
+from kvbridge_hf import Gates, HandoffPolicy, KVBridge, KVBridgeMapper, bundled
+from kvbridge_hf.evaluation import load_questions
 from kvbridge_hf.fingerprint import model_fingerprint
 from kvbridge_hf.hub import artifact
 from kvbridge_hf.hub.integrity import GENERATE_NAME
@@ -71,6 +73,73 @@ def test_file_does_what_the_library_does(tmp_path, options):
         target, source_model=source, mapper=str(tmp_path / "mapper"), **prompt(), **settings
     )
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=2e-4, rtol=2e-4)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+RECOMPUTED = {
+    "sentences": {"native_fraction": 0.3, "boundary_tokens": list(range(10, 30))},
+    "no sentences known": {"native_fraction": 0.3},
+    "lowest layers": {"native_layers": 2},
+    "both": {"native_layers": 1, "native_fraction": 0.15, "boundary_tokens": list(range(10, 30))},
+    "everything": {"native_fraction": 1.0},
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("options", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_file_recomputes_what_the_library_recomputes(tmp_path, options, attention):
+    source, target, mapper = make_pair(num_sinks=2, num_native_suffix=3)
+    target.set_attn_implementation(attention)
+    for name, value in options.items():
+        setattr(mapper.config, name, value)
+    mapper.save_pretrained(tmp_path / "mapper")
+    inputs = prompt(tokens=40)
+    # Words of the question stand in the text, some of them often.
+    inputs["input_ids"] = inputs["input_ids"] % 37 * inputs["attention_mask"]
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = target.generate(**inputs, bridge=KVBridge(source, mapper), **settings)
+    found = generate_file.generate(target, source_model=source, mapper=str(tmp_path / "mapper"), **inputs, **settings)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=2e-4, rtol=2e-4)
+    assert torch.equal(found.sequences, expected.sequences)
+    repaired, layers = expected.handoff_report.tokens_repaired, expected.handoff_report.native_layers
+    assert (repaired > 0, layers) == ("native_fraction" in options, options.get("native_layers", 0))
+    mapper.config.native_layers = mapper.config.native_fraction = 0
+    plain = target.generate(**inputs, bridge=KVBridge(source, mapper), **settings)
+    assert not torch.allclose(torch.stack(plain.logits), torch.stack(expected.logits), atol=1e-2)
+    if options == RECOMPUTED["everything"]:
+        own = target.generate(**inputs, **settings)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(own.logits), atol=2e-4, rtol=2e-4)
+
+
+def test_what_the_file_does_not_choose_by_is_said(tmp_path):
+    source, target, mapper = make_pair()
+    mapper.config.native_fraction, mapper.config.repair = 0.5, "source_attention"
+    mapper.save_pretrained(tmp_path / "mapper")
+    with pytest.warns(UserWarning, match="Nothing is repaired"):
+        generate_file.generate(
+            target, **prompt(), source_model=source, mapper=str(tmp_path / "mapper"), max_new_tokens=2
+        )
+
+
+@pytest.mark.parametrize("name", ["s-to-m", "m-to-m-diary"])
+def test_bundled_mapper_answers_as_with_the_library(name):
+    """Greedy answers to bundled questions, which the mapper's repair decides."""
+    ends = bundled.split_pair(name)
+    source, target = (AutoModelForCausalLM.from_pretrained(bundled.model_path(end)).float() for end in ends)
+    tokenizer = AutoTokenizer.from_pretrained(bundled.model_path(ends[1]), padding_side="left")
+    mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path(name)), dtype=torch.float32)
+    folder = bundled.mapper_path(name)
+    assert mapper.config.native_fraction > 0 and mapper.config.boundary_tokens
+    questions = load_questions(bundled.questions_path("test"), limit=12)
+    texts = [f"{question.context} {question.question}" for question in questions]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    # The file watches no gates.
+    bridge = KVBridge(source, mapper, HandoffPolicy(gates=Gates.off()), tokenizer=tokenizer)
+    expected = target.generate(**inputs, bridge=bridge, **settings)
+    found = generate_file.generate(target, source_model=source, mapper=str(folder), **inputs, **settings)
+    assert expected.handoff_report.tokens_repaired > 100
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=2e-3, rtol=2e-3)
     assert torch.equal(found.sequences, expected.sequences)
 
 

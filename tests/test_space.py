@@ -18,10 +18,9 @@ from models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvbridge_hf import FitConfig, KVBridge, fit_mapper
+from kvbridge_hf import FitConfig, KVBridge, bundled, fit_mapper
 from kvbridge_hf.cli import main
 from kvbridge_hf.guard import calibrate_gates
-from kvbridge_hf.space_command import app_folder
 
 SPACE = Path(__file__).resolve().parent.parent / "spaces" / "handoff-demo"
 sys.path.insert(0, str(SPACE))
@@ -421,7 +420,7 @@ def test_guard_falls_back_under_damage(pair):
 
 
 def test_command_line_finds_the_page_and_refuses_what_cannot_be(monkeypatch, capsys, tmp_path):
-    assert app_folder() == SPACE
+    assert bundled.space_folder() == SPACE
     monkeypatch.setattr("kvbridge_hf.space_command.NEEDED", ("no_such_module_here",))
     assert main(["space"]) == 2
     assert "pip install" in capsys.readouterr().err

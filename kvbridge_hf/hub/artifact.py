@@ -236,12 +236,11 @@ class ArtifactMixin(_Base):
             ):  # a path of this machine is nobody else's business
                 fingerprint["name_or_path"] = Path(fingerprint["name_or_path"]).absolute().name
         self.config.save_pretrained(folder)
-        generate = files(__package__).joinpath(*GENERATE_NAME.split("/"))
         # The file knows the affine maps only; a mapper of another method needs the library.
         has_generate = self.config.method == "ridge"
         if has_generate:
             (folder / GENERATE_NAME).parent.mkdir()
-            (folder / GENERATE_NAME).write_bytes(generate.read_bytes())
+            (folder / GENERATE_NAME).write_bytes(current_generate_file())
         if model_card is None:
             model_card = create_model_card(
                 self.config,
@@ -252,6 +251,11 @@ class ArtifactMixin(_Base):
             )
         (folder / CARD_NAME).write_text(str(model_card), encoding="utf-8", newline="\n")
         self.artifact_digest = write_manifest(folder).digest
+
+
+def current_generate_file() -> bytes:
+    """The `custom_generate/generate.py` that artifacts carry, as this version writes it."""
+    return files(__package__).joinpath(*GENERATE_NAME.split("/")).read_bytes()
 
 
 def read_config(folder: str | os.PathLike) -> KVBridgeConfig:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..bundled import folder_of
 from ..configuration_kvbridge import KVBridgeConfig
 from .card_metrics import condition_table, is_number, results_of, to_eval_result, to_row
 
@@ -20,11 +21,15 @@ LIBRARY_NAME = "kvbridge_hf"
 TAGS = ("kvbridge", "kv-cache")
 CITATIONS = {
     "ridge": "Affine maps between KV caches by ridge regression on content-space keys: Heo et al., arXiv:2608.03893.",
-    "head_local": "Head-local support and receiver-sensitivity weights: Qu et al., arXiv:2609.00891.",
+    "head_local": "Head-local support: Qu et al., arXiv:2609.00891.",
+    "sensitivity": "Receiver-sensitivity weights: Qu et al., arXiv:2609.00891.",
+    "repair": "Recomputing single tokens of a cache in one pass: CacheBlend, Yao et al., arXiv:2405.16444.",
 }
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _REPO_ID_PLACEHOLDER = "path/or/id/of/this/mapper"
+_TEMPLATE = "mapper_card.md.jinja"
+_EXAMPLE = "The keeper of the lighthouse writes in his diary every evening. Tonight"
 
 
 def create_model_card(
@@ -38,6 +43,7 @@ def create_model_card(
     has_custom_generate: bool = False,
     license: str | None = None,
     tags: Sequence[str] = (),
+    example: str = _EXAMPLE,
 ) -> ModelCard:
     """Build the card of a mapper.
 
@@ -49,6 +55,7 @@ def create_model_card(
         has_custom_generate: whether the artifact carries `custom_generate/generate.py`.
         license: licence of the mapper's weights; it depends on those of the two models, so there is no default.
         tags: further tags.
+        example: the prompt in the snippets.
     """
     source = _describe_model(config.source_fingerprint, config.source_geometry, source_id)
     target = _describe_model(config.target_fingerprint, config.target_geometry, target_id)
@@ -67,36 +74,49 @@ def create_model_card(
         # The tags that the Hub makes of base_model do not say which of the two is which.
         kvbridge={"source": source["name"], "target": target["name"], "method": config.method},
     )
-    template = files(__package__) / "templates" / "mapper_card.md.jinja"
-    with as_file(template) as template_path:
-        return ModelCard.from_template(
-            card_data,
-            template_path=str(template_path),
-            title=title,
-            repo_id=repo_id or _REPO_ID_PLACEHOLDER,
-            source=source,
-            target=target,
-            has_custom_generate=has_custom_generate,
-            map_facts=_map_facts(config, num_parameters, num_bytes),
-            fit_facts=_fit_facts(config.fit),
-            results=[to_row(result) for result in results],
-            conditions=conditions,
-            condition_rows=condition_rows,
-            evaluation_command=config.evaluation.get("command"),
-            gate_facts=[(name, _text(value)) for name, value in config.gates.items()],
-            verdict=config.evaluation.get("verdict"),
-            position_limit=(
-                f"Positions from {config.max_calibrated_positions:,} on were not seen in calibration."
-                if config.max_calibrated_positions
-                else "It is not recorded up to which position this mapper was calibrated."
-            ),
-            num_sinks=config.num_sinks,
-            num_native_suffix=config.num_native_suffix,
-            native_fraction=getattr(config, "native_fraction", 0),
-            native_layers=getattr(config, "native_layers", 0),
-            citations=[CITATIONS[key] for key in (config.method, config.support) if key in CITATIONS]
-            or ["See the documentation of the method."],
-        )
+    return ModelCard.from_template(
+        card_data,
+        template_path=str(template_path()),
+        title=title,
+        repo_id=repo_id or _REPO_ID_PLACEHOLDER,
+        source=source,
+        target=target,
+        has_custom_generate=has_custom_generate,
+        map_facts=_map_facts(config, num_parameters, num_bytes),
+        # Settings of networks say nothing about another map.
+        fit_facts=[fact for fact in _facts(config.fit) if config.method == "mlp" or not fact[0].startswith("mlp_")],
+        results=[to_row(result) for result in results],
+        conditions=conditions,
+        condition_rows=condition_rows,
+        evaluation_command=config.evaluation.get("command"),
+        gate_facts=_facts(config.gates),
+        verdict=config.evaluation.get("verdict"),
+        position_limit=(
+            f"Positions from {config.max_calibrated_positions:,} on were not seen in calibration."
+            if config.max_calibrated_positions
+            else "It is not recorded up to which position this mapper was calibrated."
+        ),
+        num_sinks=config.num_sinks,
+        num_native_suffix=config.num_native_suffix,
+        native_fraction=config.native_fraction,
+        native_layers=config.native_layers,
+        citations=_citations(config) or ["See the documentation of the method."],
+    )
+
+
+def template_path() -> Path:
+    """The card's Jinja template, in `hub_cards/` of a checkout or in the installed package.
+
+    Raises:
+        BundledFileError: the installation lacks it.
+    """
+    return folder_of("hub_cards", "hub_cards/templates", _TEMPLATE, "the templates of model cards") / _TEMPLATE
+
+
+def _citations(config: KVBridgeConfig) -> list[str]:
+    repairs = "repair" if config.native_fraction > 0 else None
+    keys = (config.method, config.support, config.fit.get("weighting"), repairs)
+    return [CITATIONS[key] for key in keys if key in CITATIONS]
 
 
 def public_name(name: str | None) -> tuple[str, bool]:
@@ -144,9 +164,9 @@ def _map_facts(config: KVBridgeConfig, num_parameters: int | None, num_bytes: in
     return facts
 
 
-def _fit_facts(fit: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = []
-    for name, value in fit.items():
+    for name, value in values.items():
         if isinstance(value, Mapping):
             facts += [(f"{name}: {inner}", _text(entry)) for inner, entry in value.items() if _is_plain(entry)]
             facts += [(f"{name}: {inner}", _summary(entry)) for inner, entry in value.items() if _is_numbers(entry)]

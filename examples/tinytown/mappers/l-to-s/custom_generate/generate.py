@@ -3,11 +3,11 @@
     target.generate(**inputs, custom_generate="<this repository>", trust_remote_code=True, source_model=source)
 
 It needs Transformers and nothing else. The source reads the prompt; its keys are freed of their rotary rotation,
-mapped to the target's layers by the affine maps of this repository, and rotated as the target does; the target reads
-the first few and the last few tokens itself and goes on with its own `generate`. Files are checked against
-`kvbridge_manifest.json`, both models against the digests in `config.json`. The library `kvbridge_hf` does the same and
-more: it recomputes natively what the config's `native_fraction` and `native_layers` recommend, watches gates, falls
-back, reports, and maps a layer when it is first touched.
+mapped to the target's layers by the affine maps of this repository, and rotated as the target does. The target reads
+the first few and the last few tokens itself, recomputes what the config's `native_layers` and `native_fraction` say,
+and goes on with its own `generate`. Files are checked against `kvbridge_manifest.json`, both models against the
+digests in `config.json`. The tokens are those of the library `kvbridge_hf`, which also watches gates, falls back,
+reports, takes a cache that the source has already, and maps a layer when it is first touched.
 """
 
 import functools
@@ -16,11 +16,13 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationMixin
 
 MANIFEST = "kvbridge_manifest.json"
@@ -30,6 +32,8 @@ CACHE = next(
     for name in ("cache", "past_key_values")
     if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
+# The last tokens of a prompt that count as its question, at least.
+QUESTION_TOKENS = 8
 # Names of the parameters that make keys and values, for the digest of a checkpoint.
 KV_NAMES = frozenset(
     ("k_proj", "v_proj", "kv_proj", "qkv_proj", "k_norm", "v_norm", "key_layernorm", "k_layernorm", "key", "value")
@@ -57,7 +61,7 @@ def generate(model, inputs=None, source_model=None, mapper=None, token=None, cac
         raise ValueError("The cache is made here; leave cache= and past_key_values= out.")
     kwargs = {name: value for name, value in kwargs.items() if name not in ("cache", "past_key_values", "revision")}
     mask = kwargs.pop("attention_mask", None)
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if mask is None else mask.long()
     if not mask[:, -1].all():
         raise ValueError("Pad the prompts on the left: tokenizer.padding_side = 'left'.")
 
@@ -70,6 +74,8 @@ def generate(model, inputs=None, source_model=None, mapper=None, token=None, cac
     columns = input_ids.shape[1] - max(1, config["num_native_suffix"])
     if columns > 0:
         cache = hand_over(source_model, model, config, tensors, input_ids[:, :columns], mask[:, :columns])
+        read_lowest_layers(model, cache, input_ids[:, :columns], mask[:, :columns], config.get("native_layers", 0))
+        repair(model, cache, config, input_ids, mask)
         settings = kwargs.get("generation_config") or model.generation_config
         beams = kwargs.get("num_beams") or getattr(settings, "num_beams", None) or 1
         returned = kwargs.get("num_return_sequences") or getattr(settings, "num_return_sequences", None) or 1
@@ -132,6 +138,124 @@ def read_first_tokens(model, input_ids, mask, count):
     positions = (real.cumsum(-1) - 1).clamp(min=0)
     output = model.get_decoder()(ids, attention_mask=real, position_ids=positions, use_cache=True)
     return [(layer.keys, layer.values) for layer in getattr(output, CACHE).layers]
+
+
+class Reached(Exception):
+    """Ends a forward whose further layers are not needed."""
+
+
+class LowestLayers(DynamicCache):
+    """Takes the keys and values of the first `count` layers and ends the forward."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+        self.read: list = []
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.read.append(super().update(key_states, value_states, layer_idx, *args, **kwargs))
+        if len(self.read) == self.count:
+            raise Reached
+        return self.read[-1]
+
+
+def read_lowest_layers(model, cache, input_ids, mask, count):
+    """Put the target's own keys and values of its lowest layers in their place; they need nothing from above."""
+    if count == 0:
+        return
+    own, positions = LowestLayers(count), (mask.cumsum(-1) - 1).clamp(min=0)
+    try:
+        model.get_decoder()(input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: own})
+    except Reached:
+        pass
+    padding = (mask == 0)[:, None, :, None]
+    for mapped, (keys, values) in zip(cache.layers, own.read, strict=False):
+        mapped.keys, mapped.values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
+
+
+class PatchedCache(DynamicCache):
+    """Shows another cache whole, after it has put the new states of single tokens in their columns."""
+
+    def __init__(self, cache, rows, columns, slots):
+        super().__init__()
+        self.layers, self.places, self.slots = cache.layers, (rows, columns), (rows, slots)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        layer = self.layers[layer_idx]
+        layer.keys, layer.values = (
+            old.transpose(1, 2).index_put(self.places, new.transpose(1, 2)[self.slots]).transpose(1, 2)
+            for old, new in ((layer.keys, key_states), (layer.values, value_states))
+        )
+        return layer.keys, layer.values
+
+
+def repair(model, cache, config, input_ids, mask):
+    """Let the target recompute a share of the mapped tokens, those that tell most about the question, in one pass.
+
+    Each is run at its own position; in every layer its new key and value take their column before anything attends.
+    """
+    fraction, columns = config.get("native_fraction", 0), cache.get_seq_length()
+    if fraction == 0:
+        return
+    if config.get("repair", "question") != "question" or model.config._attn_implementation not in ("eager", "sdpa"):
+        message = "Nothing is repaired: this file chooses by the question only, for eager and SDPA attention."
+        warnings.warn(message, stacklevel=3)
+        return
+    valid, positions = mask[:, :columns].bool(), (mask[:, :columns].cumsum(-1) - 1).clamp(min=0)
+    eligible = valid & (positions >= config["num_sinks"])
+    scores = score_by_question(config, input_ids, mask, columns).masked_fill(~eligible, -torch.inf)
+    best = scores.argsort(dim=-1, descending=True, stable=True)
+    budget = torch.ceil(eligible.sum(-1, keepdim=True) * fraction - 1e-6)
+    chosen = (best.argsort(-1) < budget) & eligible
+    width = int(chosen.sum(1).max())
+    if width == 0:
+        return
+    # The chosen columns of each row in their order; a row with fewer is filled up, and those states are dropped.
+    order = (~chosen).long().argsort(dim=1, stable=True)[:, :width]
+    kept = chosen.gather(1, order)
+    rows, slots = kept.nonzero(as_tuple=True)
+    before = torch.arange(columns, device=mask.device) <= order[:, :, None]
+    seen = valid[:, None, :] & (before | ~kept[:, :, None])
+    bias = torch.zeros(seen.shape, dtype=model.dtype, device=mask.device)
+    model.get_decoder()(
+        input_ids.gather(1, order),
+        attention_mask=bias.masked_fill(~seen, torch.finfo(model.dtype).min)[:, None],
+        position_ids=positions.gather(1, order),
+        use_cache=True,
+        **{CACHE: PatchedCache(cache, rows, order[rows, slots], slots)},
+    )
+
+
+def score_by_question(config, input_ids, mask, columns):
+    """Score the covered tokens by the question's words in their sentence, `(batch, columns)`.
+
+    A word weighs `log(n / c)^2`, where it stands in `c` of `n` sentences, and the next sentence gets a tenth of a
+    sentence's score. Where the config does not know how sentences end, a word counts for the tokens around it.
+    """
+    ids, valid = input_ids[:, :columns], mask[:, :columns].bool()
+    count = max(int(mask[:, columns:].sum(1).max()), QUESTION_TOKENS)
+    last = mask.argsort(dim=1, stable=True)[:, -count:]
+    question, is_question = input_ids.gather(1, last), mask.gather(1, last).bool()
+    asked = ((ids[:, :, None] == question[:, None, :]) & is_question[:, None, :]).any(-1) & valid
+    same = (ids[:, :, None] == ids[:, None, :]) & valid[:, None, :]
+    if not config.get("boundary_tokens"):
+        weight = torch.log(valid.sum(-1, keepdim=True).clamp(min=1) / same.sum(-1).clamp(min=1))
+        weight = weight.clamp(min=0).square() * asked
+        scores = weight.clone()
+        for distance in range(1, min(8, columns - 1) + 1):
+            scores[:, distance:] += weight[:, :-distance] * (1 - distance / 9)
+            if distance <= 6:
+                scores[:, :-distance] += weight[:, distance:] * (1 - distance / 7)
+        return scores.masked_fill(~valid, 0)
+    ends = torch.isin(ids, torch.tensor(config["boundary_tokens"], device=ids.device)) & valid
+    sentence = pad(ends[:, :-1].long(), (1, 0)).cumsum(-1)
+    earlier = torch.ones(columns, columns, dtype=torch.bool, device=ids.device).tril(-1)
+    first = ~(same & (sentence[:, :, None] == sentence[:, None, :]) & earlier).any(-1) & valid
+    found_in = (same & first[:, None, :]).sum(-1).clamp(min=1)
+    weight = torch.log((sentence.amax(-1, keepdim=True) + 2) / found_in).clamp(min=0).square() * (asked & first)
+    totals = weight.new_zeros(len(ids), int(sentence.max()) + 2).scatter_add_(1, sentence, weight)
+    totals[:, 1:] += 0.1 * totals[:, :-1].clone()
+    return totals.gather(1, sentence).masked_fill(~valid, 0)
 
 
 def map_layer(config, tensors, kind, layer, content):
