@@ -13,6 +13,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from .cache_kvbridge import BridgedCache, MappedPrefix
+from .content_reading import read_content
 from .errors import (
     CacheMismatchError,
     GenerateArgumentError,
@@ -27,7 +28,7 @@ from .guard.gates import Handed, HandoffGate
 from .guard.judging import judge
 from .handoff import HandoffFallbackWarning, HandoffPolicy, HandoffReport
 from .handoff_repair import apply_native_parts
-from .modeling_kvbridge import KVBridgeMapper, SourceContent
+from .modeling_kvbridge import KVBridgeMapper
 from .prompt_layout import fit_mask, layout
 from .prompt_reading import prompt_mask, read_columns, read_first_tokens
 from .rotary import ContentRotary, positions_from_mask
@@ -310,13 +311,18 @@ class KVBridge:
         covered = plan.valid.sum(-1, keepdim=True).to(device)
         seen = read & (positions_from_mask(read) < covered)
         gate.check_source(view, plan.source_stop, seen)
-        content = SourceContent.from_cache(
+        content, source_columns = read_content(
+            self.mapper.method,
             view,
             self._source_rotary,
-            positions_from_mask(read),
             read,
-            start=start if plan.source_columns is None else 0,
-            stop=plan.source_stop,
+            plan,
+            start,
+            target=target,
+            target_rotary=rotary,
+            input_ids=input_ids,
+            mask=mask,
+            report=report,
         )
         prefix = MappedPrefix(
             self.mapper,
@@ -324,7 +330,7 @@ class KVBridge:
             rotary,
             position_ids=positions.to(target.device),
             valid=valid.to(target.device),
-            source_columns=None if plan.source_columns is None else plan.source_columns[:, start:],
+            source_columns=source_columns,
             native=native,
             device=target.device,
             dtype=target.dtype,

@@ -17,6 +17,7 @@ from .errors import GenerateArgumentError
 from .guard.gates import Handed
 from .handoff import HandoffPolicy, HandoffReport
 from .native_layers import read_native_layers
+from .prompt_layout import in_source_columns
 from .repair import repair, unsupported_reason
 from .repair_choice import (
     attention_scores,
@@ -157,7 +158,7 @@ def _by_source(handed: Handed, source_model: PreTrainedModel, question_mask: tor
     if question_mask is None:
         window = min(SENSITIVITY_WINDOW, max(columns // 2, 1))
         held, tail = columns - window, read[:, columns - window :]
-        tail_ids = _in_source_columns(handed, handed.input_ids.to(device))[:, held:]
+        tail_ids = in_source_columns(handed.input_ids.to(device), handed.mask, handed.source_mask)[:, held:]
     else:
         held, tail = columns, question_mask.to(device)
         tail_ids = handed.input_ids[:, handed.stop :].to(device)
@@ -175,14 +176,6 @@ def _by_source(handed: Handed, source_model: PreTrainedModel, question_mask: tor
     order = torch.argsort((~read).long(), dim=-1, stable=True)
     place = handed.position_ids.to(device).clamp(max=columns - 1)
     return scores.gather(1, order.gather(1, place))
-
-
-def _in_source_columns(handed: Handed, input_ids: torch.Tensor) -> torch.Tensor:
-    """The prompt's ids in the columns in which the source holds them; 0 at padding."""
-    read = handed.source_mask.to(input_ids.device)
-    first = torch.argsort((~handed.mask.to(input_ids.device)).long(), dim=-1, stable=True)
-    rank = (read.long().cumsum(-1) - 1).clamp(min=0)
-    return input_ids.gather(1, first.gather(1, rank)) * read
 
 
 def _by_target(cache: BridgedCache, handed: Handed, target_model: PreTrainedModel) -> torch.Tensor:

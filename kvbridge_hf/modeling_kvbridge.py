@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -71,6 +71,7 @@ class SourceContent:
         self._padding = None if valid is None or bool(valid.all()) else ~valid
         self.valid = torch.ones_like(position_ids, dtype=torch.bool) if valid is None else valid
         self._content: dict[tuple[str, int], torch.Tensor] = {}
+        self._shared: dict[Hashable, torch.Tensor] = {}
 
     @classmethod
     def from_cache(
@@ -142,9 +143,23 @@ class SourceContent:
             raise CacheMismatchError(f"The mapper's method needs {name!r}, which this source content does not carry.")
         return self.extras[name]
 
+    def shared(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What several target layers share, computed for the first of them.
+
+        Args:
+            key: Of the result; has to change with all that it depends on beside this content.
+            compute: Makes it.
+        """
+        found = self._shared.get(key)
+        if found is None:
+            found = compute()
+            self._shared = {key: found}
+        return found
+
     def release(self) -> None:
         """Forget the content read so far; it is read again when asked for."""
         self._content.clear()
+        self._shared = {}
 
     def _get(self, kind: str, read: Callable[[int], torch.Tensor], layer: int) -> torch.Tensor:
         # A source layer feeds several target layers, so what was stripped once is kept.
@@ -165,9 +180,11 @@ class MapperMethod:
     """
 
     name: ClassVar[str]
-    #: Names of tensors that `SourceContent.extras` must carry.
+    #: Names of tensors that `SourceContent.extras` must carry, see [`kvbridge_hf.target_extras`]. A handoff with such
+    #: a mapper needs the prompt's `input_ids`.
     requires: ClassVar[tuple[str, ...]] = ()
-    #: Whether a token is mapped from its own column alone; such a mapping may be computed in pieces.
+    #: Whether a token is mapped from its own column alone; such a mapping may be computed in pieces. Any other gets
+    #: all columns from the first one on.
     tokenwise: ClassVar[bool] = True
 
     def build(self, mapper: KVBridgeMapper) -> None:

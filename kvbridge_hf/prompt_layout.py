@@ -85,6 +85,22 @@ def layout(prompt_mask: torch.Tensor, source_mask: torch.Tensor | None, num_nati
     )
 
 
+def in_source_columns(input_ids: torch.Tensor, mask: torch.Tensor, source_mask: torch.Tensor) -> torch.Tensor:
+    """A prompt's ids in the columns in which the source holds them; 0 at padding.
+
+    Args:
+        input_ids, mask: `(batch, columns)`, the prompt's.
+        source_mask: `(batch, source columns)`, bool. Tokens that the source holds beyond the prompt get any id.
+
+    Returns:
+        `(batch, source columns)`, on the ids' device.
+    """
+    read = source_mask.to(input_ids.device)
+    first = torch.argsort((~mask.to(input_ids.device)).long(), dim=-1, stable=True)
+    rank = (read.long().cumsum(-1) - 1).clamp(min=0, max=input_ids.shape[1] - 1)
+    return input_ids.gather(1, first.gather(1, rank)) * read
+
+
 def left_aligned(mask: torch.Tensor) -> torch.Tensor | None:
     """Column order that moves every row's padding to its left, `(batch, columns)`; None when no row ends in padding.
 
@@ -110,4 +126,4 @@ def fit_mask(mask: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([mask, mask.new_ones(mask.shape[0], further)], dim=1)
 
 
-__all__ = ["PromptLayout", "fit_mask", "layout", "left_aligned"]
+__all__ = ["PromptLayout", "fit_mask", "in_source_columns", "layout", "left_aligned"]

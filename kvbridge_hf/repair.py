@@ -86,6 +86,19 @@ def repair(
     *,
     before: Cache | None = None,
 ) -> int:
+    """Recompute the chosen tokens of a cache in place; see [`recompute`], which lets gradients pass."""
+    return recompute(target_model, cache, input_ids, attention_mask, chosen, before=before)
+
+
+def recompute(
+    target_model: PreTrainedModel,
+    cache: Cache,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    chosen: torch.Tensor,
+    *,
+    before: Cache | None = None,
+) -> int:
     """Recompute the chosen tokens of a cache in place.
 
     Args:
@@ -163,4 +176,4 @@ def _check(
         )
 
 
-__all__ = ["repair", "unsupported_reason"]
+__all__ = ["recompute", "repair", "unsupported_reason"]

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from methods_pair import VOCAB, make_pair, token_batches, tokens
 from models import tiny_model
 from torch import nn
 
@@ -21,20 +22,15 @@ from kvbridge_hf.mappers.functional import FunctionalHandoff, frozen, mean_kl
 from kvbridge_hf.mappers.learning_rate import search_learning_rate
 from kvbridge_hf.mappers.preconditioning import covariance_of, plain_state, precondition
 
-VOCAB = 96
 SHORT = {"min_prefix": 6, "min_continuation": 4, "max_continuation": 10, "batch_size": 4}
 
 
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-BATCHES = [tokens(6, 24, seed) for seed in range(4)]
+BATCHES = token_batches(6, 24)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return tiny_model("qwen3", num_layers=2, seed=1), tiny_model("llama", num_layers=2, seed=2)
+    return make_pair()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_model
+from methods_pair import VOCAB, make_pair
 
 from kvbridge_hf.cache_argument import cache_kwargs
 from kvbridge_hf.calibration.driver import fit_mapper
@@ -13,8 +13,6 @@ from kvbridge_hf.generation_kvbridge import HandoffPolicy, KVBridge
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.mappers.functional import FunctionalHandoff, draw_boundary, frozen
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
-
-VOCAB = 96
 
 
 def batch_of(lengths: list[int], side: str = "right", seed: int = 0) -> Batch:
@@ -30,7 +28,7 @@ def batch_of(lengths: list[int], side: str = "right", seed: int = 0) -> Batch:
 
 @pytest.fixture(scope="module")
 def pair():
-    return tiny_model("qwen3", num_layers=2, seed=1), tiny_model("llama", num_layers=3, seed=2)
+    return make_pair(3)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models import tiny_model
+from methods_pair import (
+    VOCAB,
+    assert_same_maps,
+    assert_saved_and_loaded,
+    content,
+    make_pair,
+    token_batches,
+    tokens,
+)
 
 from kvbridge_hf.calibration.driver import (
     collect_metrics,
@@ -20,21 +28,13 @@ from kvbridge_hf.errors import FitConfigError
 from kvbridge_hf.mappers.budget import spend
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.mappers.spectral import OutputBasis
-from kvbridge_hf.modeling_kvbridge import KVBridgeMapper, SourceContent
 
-VOCAB = 96
-
-
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-BATCHES = [tokens(6, 30, seed) for seed in range(4)]
+BATCHES = token_batches(6, 30)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return tiny_model("qwen3", num_layers=2, seed=1), tiny_model("llama", num_layers=3, seed=2)
+    return make_pair(3)
 
 
 @pytest.fixture(scope="module")
@@ -224,19 +224,17 @@ def test_a_mapper_with_a_budget_is_the_ridge_map_of_as_many_layers(statistics):
     mapper = fit_from_statistics(statistics, settings(layer_budget=1.4))
     counts = mapper.config.method_config["layer_counts"]
     assert sum(counts) <= round(1.4 * 3) and mapper.config.method == "ragged"
-    content = SourceContent(*(torch.randn(2, 1, 2, 5, 16, generator=torch.Generator().manual_seed(1)) for _ in "kv"))
+    source = content()
     for target, count in enumerate(counts):
         whole = fit_from_statistics(statistics, settings(top_k=count))
-        for found, expected in zip(mapper.map_layer(target, content), whole.map_layer(target, content), strict=True):
+        for found, expected in zip(mapper.map_layer(target, source), whole.map_layer(target, source), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert mapper.key_weight.numel() == sum(counts) * 32 * 32
 
 
 def test_a_ragged_mapper_is_saved_and_loaded(statistics, tmp_path):
     mapper = fit_from_statistics(statistics, settings(layer_budget=1.4))
-    mapper.save_pretrained(tmp_path)
-    again = KVBridgeMapper.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(mapper.parameters(), again.parameters(), strict=True))
+    assert_saved_and_loaded(mapper, tmp_path)
 
 
 # ---- low rank -------------------------------------------------------------------------------------------------------
@@ -269,12 +267,10 @@ def test_a_map_of_rank_r_is_the_singular_value_solution_in_the_metric(statistics
 
 
 def test_at_full_rank_nothing_is_lost_and_a_lower_one_is_smaller(statistics):
-    content = SourceContent(*(torch.randn(2, 1, 2, 5, 16, generator=torch.Generator().manual_seed(1)) for _ in "kv"))
     for support in ("full_head", "head_local"):
         ridge = fit_from_statistics(statistics, settings(support=support))
         full = fit_from_statistics(statistics, settings(support=support, method="low_rank", rank_energy=1.0))
-        for found, expected in zip(full(content), ridge(content), strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        assert_same_maps(full, ridge, content(), atol=1e-4, rtol=1e-3)
         most = fit_from_statistics(statistics, settings(support=support, method="low_rank", rank_energy=0.9))
         ranks = [rank for kind in most.config.method_config["ranks"].values() for row in kind for rank in row]
         assert 1 <= min(ranks) and max(ranks) < (32 if support == "full_head" else 16)
@@ -295,9 +291,7 @@ def test_a_budget_of_ranks_is_kept(statistics):
 
 def test_low_rank_maps_are_saved_and_loaded(statistics, tmp_path):
     mapper = fit_from_statistics(statistics, settings(method="low_rank", rank=3))
-    mapper.save_pretrained(tmp_path)
-    again = KVBridgeMapper.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(mapper.parameters(), again.parameters(), strict=True))
+    assert_saved_and_loaded(mapper, tmp_path)
 
 
 def test_weighted_low_rank_maps_share_their_features_over_heads(pair):
@@ -305,9 +299,7 @@ def test_weighted_low_rank_maps_share_their_features_over_heads(pair):
     full = fit_mapper(*pair, BATCHES, settings(weighting="sensitivity", metric="query"), progress=False)
     mapper = fit_mapper(*pair, BATCHES, config, progress=False)
     assert mapper.key_up.shape[1] == 32
-    content = SourceContent(*(torch.randn(2, 1, 2, 5, 16, generator=torch.Generator().manual_seed(1)) for _ in "kv"))
-    for found, expected in zip(mapper(content), full(content), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert_same_maps(mapper, full, content(), atol=1e-3, rtol=1e-3)
 
 
 def test_settings_that_cannot_work_are_refused(statistics):
@@ -339,9 +331,7 @@ def test_the_widest_block_is_full_head(statistics, assignment):
     wide = fit_from_statistics(
         statistics, settings(support="head_local", head_block=2, head_assignment=assignment, selection="r2")
     )
-    content = SourceContent(*(torch.randn(2, 1, 2, 5, 16, generator=torch.Generator().manual_seed(1)) for _ in "kv"))
-    for found, expected in zip(wide(content), full(content), strict=True):
-        torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=1e-3)
+    assert_same_maps(wide, full, content(), atol=1e-4, rtol=1e-3)
     narrow = fit_from_statistics(statistics, settings(support="head_local"))
     assert narrow.key_weight.numel() * 2 == full.key_weight.numel()
 

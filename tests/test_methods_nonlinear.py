@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from methods_pair import VOCAB, assert_same_maps, assert_saved_and_loaded, content, make_pair, token_batches
 from models import tiny_model
 
 from kvbridge_hf.calibration.driver import collect_samples, fit_from_statistics, fit_mapper
@@ -13,31 +14,19 @@ from kvbridge_hf.calibration.traces import read_batches, trace
 from kvbridge_hf.errors import FitConfigError
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.mappers.shared_space import fit_shared_space
-from kvbridge_hf.modeling_kvbridge import KVBridgeMapper, SourceContent
+from kvbridge_hf.modeling_kvbridge import SourceContent
 
-VOCAB = 96
-
-
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-BATCHES = [tokens(8, 40, seed) for seed in range(4)]
+BATCHES = token_batches(8, 40)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return tiny_model("qwen3", num_layers=2, seed=1), tiny_model("llama", num_layers=2, seed=2)
+    return make_pair()
 
 
 def settings(**overrides) -> FitConfig:
     values = {"method": "mlp", "top_k": 2, "num_sinks": 1, "heldout_fraction": 0.3, "mlp_hidden": (24,)}
     return FitConfig(**{**values, "mlp_epochs": 4, "mlp_batch_size": 128, "mlp_learning_rate": 3e-3, **overrides})
-
-
-def content(seed: int = 1, layers: int = 2) -> SourceContent:
-    generator = torch.Generator().manual_seed(seed)
-    return SourceContent(*(torch.randn(layers, 1, 2, 7, 16, generator=generator) for _ in "kv"))
 
 
 def squared_errors(mapper, pair, batches, heldout: bool) -> torch.Tensor:
@@ -80,8 +69,7 @@ def test_a_network_that_learned_nothing_is_the_linear_map(pair):
     linear = fit_mapper(*pair, BATCHES, settings(method="ridge"), progress=False)
     network = fit_mapper(*pair, BATCHES, settings(mlp_learning_rate=1e3, mlp_epochs=1), progress=False)
     assert {epoch for row in network.config.fit["best_epochs"] for epoch in row} == {0}
-    for found, expected in zip(network(content()), linear(content()), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_same_maps(network, linear, content(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_plain_network_is_computed_as_its_tensors_say(pair, tmp_path):
@@ -100,9 +88,7 @@ def test_a_plain_network_is_computed_as_its_tensors_say(pair, tmp_path):
                 states = np.maximum(states, 0) if stage != "out" else states
             np.testing.assert_allclose(found[0, head].numpy(), states, atol=1e-4)
     assert (squared_errors(mapper, pair, BATCHES, heldout=False) < 1).all()
-    mapper.save_pretrained(tmp_path)
-    again = KVBridgeMapper.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(mapper.parameters(), again.parameters(), strict=True))
+    assert_saved_and_loaded(mapper, tmp_path)
     weights = sum(p.numel() for name, p in mapper.named_parameters() if "bias" not in name)
     assert mapper.method.flops_per_token(mapper) == 2 * weights
 
@@ -162,10 +148,7 @@ def test_two_models_and_a_wide_space_are_the_direct_map(fleet):
     direct = fit_mapper(
         fleet["one"], fleet["two"], BATCHES, FitConfig(top_k=2, num_sinks=1, heldout_fraction=0.0), progress=False
     )
-    source = content()
-    for found, expected in zip(space.mapper("one", "two")(source), direct(source), strict=True):
-        torch.testing.assert_close(found[0], expected[0], atol=2e-2, rtol=1e-2)
-        torch.testing.assert_close(found[1], expected[1], atol=2e-2, rtol=1e-2)
+    assert_same_maps(space.mapper("one", "two"), direct, content(), atol=2e-2, rtol=1e-2)
 
 
 def test_the_rounds_never_raise_the_error_and_it_is_what_the_mappers_leave(fleet, tmp_path):
@@ -191,10 +174,7 @@ def test_the_rounds_never_raise_the_error_and_it_is_what_the_mappers_leave(fleet
                 left = (found - goal).square().sum((2, 3)) / (goal - goal.mean(2, keepdim=True)).square().sum((2, 3))
                 errors.append(left.mean())
     assert float(torch.stack(errors).mean()) == pytest.approx(space.objective[-1], rel=1e-3)
-    mapper = space.mapper("three", "one")
-    mapper.save_pretrained(tmp_path)
-    again = KVBridgeMapper.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(mapper.parameters(), again.parameters(), strict=True))
+    assert_saved_and_loaded(space.mapper("three", "one"), tmp_path)
 
 
 def test_a_wider_space_leaves_less_and_no_space_leaves_less_than_direct_maps(fleet):

@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 import torch
-from models import tiny_model
+from methods_pair import make_pair, token_batches
 
 from kvbridge_hf.calibration.driver import fit_mapper
 from kvbridge_hf.mappers.config import FitConfig
 
-BATCHES = [torch.randint(3, 96, (6, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+BATCHES = token_batches(6, 24)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return tiny_model("qwen3", num_layers=2, seed=1), tiny_model("llama", num_layers=2, seed=2)
+    return make_pair()
 
 
 def fitted(pair, name: str, **overrides):

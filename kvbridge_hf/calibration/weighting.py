@@ -61,6 +61,20 @@ def per_head(moments: Moments, heads: int, dim: int) -> Moments:
     )
 
 
+def shrunk(weighted: Moments, uniform: Moments, ess_per_feature: float) -> tuple[Moments, float]:
+    """Moments under normalised weights, shrunk towards uniform; see [`SensitivityMoments.combine`].
+
+    Args:
+        weighted: Under the raw weights.
+        uniform: The same systems, unweighted.
+        ess_per_feature: Least effective samples per feature.
+    """
+    tokens = uniform.weight
+    share = uniform_share(weighted.weight, weighted.weight_sq, tokens, ess_per_feature * weighted.gram.shape[-1])
+    scale = torch.where(weighted.weight > 0, (1 - share) * tokens / weighted.weight, torch.zeros_like(share))
+    return weighted.scaled(scale).merge(uniform.scaled(share)), float(share.mean())
+
+
 class SensitivityMoments:
     """Weighted moments of the selected features of every target layer.
 
@@ -153,10 +167,7 @@ class SensitivityMoments:
         """
         weighted = self.moments[target_layer]
         uniform = per_head(uniform, self.layout.target_heads, self.layout.target_dim).to(weighted.gram.device)
-        tokens = uniform.weight
-        share = uniform_share(weighted.weight, weighted.weight_sq, tokens, ess_per_feature * weighted.gram.shape[-1])
-        scale = torch.where(weighted.weight > 0, (1 - share) * tokens / weighted.weight, torch.zeros_like(share))
-        return weighted.scaled(scale).merge(uniform.scaled(share)), float(share.mean())
+        return shrunk(weighted, uniform, ess_per_feature)
 
 
-__all__ = ["SensitivityMoments", "per_head", "uniform_share"]
+__all__ = ["SensitivityMoments", "per_head", "shrunk", "uniform_share"]

@@ -21,7 +21,7 @@ from ..modeling_kvbridge import KVBridgeMapper
 from ..prompt_reading import read_columns
 from ..rotary import ContentRotary, positions_from_mask
 from .errors import EvaluationError
-from .flops import PrefillCost, handoff_flops, map_flops_per_token
+from .flops import PrefillCost, handoff_flops, map_flops_per_token, whole_prompt_flops
 from .runs import Batch, cache_entries, cache_from_entries, run
 
 
@@ -74,14 +74,17 @@ class BridgeHandoff:
         """Operations of one handoff without repair; see [`~evaluation.flops.handoff_flops`]."""
         if self._target_cost is None:
             self._target_cost = PrefillCost.from_model(self.target_model)
-        return handoff_flops(
+        suffix = self.num_native_suffix if num_suffix is None else num_suffix
+        parts = handoff_flops(
             self._target_cost,
             num_tokens,
             map_per_token=map_flops_per_token(self.mapper),
             num_sinks=self.num_sinks,
-            num_suffix=self.num_native_suffix if num_suffix is None else num_suffix,
+            num_suffix=suffix,
             native_layers=self.native_layers,
         )
+        more = whole_prompt_flops(self.mapper, self._target_cost, max(num_tokens - suffix, 0))
+        return {**parts, "map": parts["map"] + more, "total": parts["total"] + more}
 
     @property
     def native_layers(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from ..config_facts import decoder_of, text_config
+from ..target_extras import OWN
 from .errors import EvaluationError
 
 # What the models of transformers call the projections before the attention.
@@ -104,6 +105,18 @@ def map_flops_per_token(mapper: Any) -> float:
             "give it flops_per_token() so that its cost can be reported."
         )
     return 2.0 * sum(weight.numel() for weight in weights if weight is not None)
+
+
+def whole_prompt_flops(mapper: Any, target: PrefillCost, num_tokens: int) -> float:
+    """Operations of a mapper that do not grow with the tokens alone, for a prompt of so many mapped tokens.
+
+    A method that looks at earlier tokens says them with `context_flops(mapper, num_tokens)`; one that reads the
+    target's own cache costs its whole prefill.
+    """
+    method = getattr(mapper, "method", None)
+    own = getattr(method, "context_flops", None)
+    context = float(own(mapper, num_tokens)) if callable(own) else 0.0
+    return context + (target.flops(num_tokens) if set(OWN) & set(getattr(method, "requires", ())) else 0.0)
 
 
 def handoff_flops(

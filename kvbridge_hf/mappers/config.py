@@ -9,7 +9,8 @@ from typing import Any
 from ..errors import FitConfigError
 from .distillation_config import DistillationConfig
 
-OWN_METHODS = ("ridge", "low_rank", "mlp")
+OWN_METHODS = ("ridge", "low_rank", "mlp", "anchored", "causal", "fuser")
+ANCHORS = (("layer0",), ("embedding",), ("layer0", "embedding"))
 _CHOICES: dict[str, tuple[str, ...]] = {
     "metric": ("identity", "query"),
     "support": ("full_head", "head_local"),
@@ -78,7 +79,8 @@ class FitConfig:
     """How to calibrate and fit a mapper.
 
     Args:
-        method (`str`): The mapper method: `"ridge"`, `"low_rank"`, `"mlp"`, or a name given to [`register_fit`].
+        method (`str`): The mapper method: `"ridge"`, `"low_rank"`, `"mlp"`, `"anchored"`, `"causal"`, `"fuser"`, or a
+            name given to [`register_fit`].
         support (`str`): `"full_head"` (all heads of the selected source layers feed every target head) or
             `"head_local"` (a target head reads its matched source heads only; 1/source_heads of the weights).
         top_k (`int`, *optional*): Source layers per target layer. None takes min(8, source layers).
@@ -131,6 +133,11 @@ class FitConfig:
         mlp_residual (`bool`): Add the network to the linear map, instead of putting it in its place.
         mlp_epochs, mlp_learning_rate, mlp_batch_size: Of its training with Adam; the best epoch on held-out tokens is
             kept.
+        anchors (`tuple[str, ...]`): Exact parts of the target that `method="anchored"` reads beside the source's:
+            `"layer0"` (keys and values of its layer 0), `"embedding"`, or both in this order.
+        causal_width, causal_heads (`int`): Of the attention layer that `method="causal"` runs over the source's
+            features, on top of the linear map. It starts at nothing and is trained by `distillation`.
+        fuser_width (`int`): Hidden width of `method="fuser"`, likewise.
         max_samples (`int`): Tokens that a method which trains on samples keeps, drawn at random.
         distillation (`DistillationConfig`, *optional*): Train on the target's predictions afterwards.
         short_sequences (`str`): What to do with a sequence that has no token left after the sinks, `"error"` or
@@ -174,13 +181,18 @@ class FitConfig:
     mlp_epochs: int = 20
     mlp_learning_rate: float = 1e-3
     mlp_batch_size: int = 4096
+    anchors: tuple[str, ...] = ("layer0",)
+    causal_width: int = 64
+    causal_heads: int = 4
+    fuser_width: int = 64
     max_samples: int = 200_000
     distillation: DistillationConfig | None = None
 
     def __post_init__(self):
         if isinstance(self.distillation, dict):
             object.__setattr__(self, "distillation", DistillationConfig.from_dict(self.distillation))
-        object.__setattr__(self, "mlp_hidden", tuple(self.mlp_hidden))
+        for name in ("mlp_hidden", "anchors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_method(self.method)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -193,7 +205,7 @@ class FitConfig:
             ("seed", 0),
         ):
             _check_int(name, getattr(self, name), least)
-        for name in ("mlp_epochs", "mlp_batch_size", "max_samples"):
+        for name in ("mlp_epochs", "mlp_batch_size", "max_samples", "causal_width", "causal_heads", "fuser_width"):
             _check_int(name, getattr(self, name), 1)
         for width in self.mlp_hidden:
             _check_int("mlp_hidden", width, 1)
@@ -203,6 +215,12 @@ class FitConfig:
         _check_positive("mlp_learning_rate", self.mlp_learning_rate, None)
         if sum(getattr(self, name) is not None for name in ("rank", "rank_energy", "rank_budget")) > 1:
             raise FitConfigError("Give one of rank, rank_energy and rank_budget.")
+        if self.anchors not in ANCHORS:
+            raise FitConfigError(f"anchors must be one of {ANCHORS}, got {self.anchors!r}.")
+        if self.causal_width % (2 * self.causal_heads):
+            raise FitConfigError(
+                f"causal_width={self.causal_width} must be causal_heads={self.causal_heads} times an even number."
+            )
         if self.head_block is not None and self.support != "head_local":
             raise FitConfigError(f"head_block={self.head_block!r} belongs to support='head_local'.")
         if self.layer_budget is not None and self.method != "ridge":
@@ -255,7 +273,7 @@ class FitConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        values = {**asdict(self), "mlp_hidden": list(self.mlp_hidden)}
+        values = {**asdict(self), "mlp_hidden": list(self.mlp_hidden), "anchors": list(self.anchors)}
         if self.distillation is not None:
             values["distillation"] = self.distillation.to_dict()
         return values

@@ -2,9 +2,10 @@
 
 As in KVLRelay both models are frozen and the loss is KL(target with its own cache || target with the mapped cache) on
 continuation tokens. Where the prefix ends is drawn at random for each step, and the native parts of a handoff (sinks,
-native suffix) are there, so the map learns what they leave. Validation is on the sequences that the closed form held
-out, and the state kept is the best one measured there, the start among them: a distillation never ends above its
-start.
+native suffix, lowest layers, repair) are there, so the map learns what they leave. Running text asks its prefix for
+little; `lookups` are texts with questions, whose answers cannot be had without them. Validation is on the sequences
+that the closed form held out (and on held-out lookups), and the state kept is the best one measured there, the start
+among them: a distillation never ends above its start.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import statistics as stats
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,12 @@ from torch.nn.utils import parametrize
 
 from ..attention_outputs import recorded_attention
 from ..calibration.traces import Batch, read_batches
-from ..errors import CalibrationError
+from ..errors import CalibrationError, FitConfigError
 from ..modeling_kvbridge import KVBridgeMapper
 from .distillation_config import DistillationConfig
-from .distillation_data import StepBatches, sequences_of, validation_batches
+from .distillation_data import StepBatches, sequences_of, split_lookups, validation_items
 from .distillation_run import Run, RunFolder, train_run
-from .functional import FunctionalHandoff, frozen, kl_on_tokens, mean_kl
+from .functional import FunctionalHandoff, frozen, kl_on_tokens, mean_kl, nll_on_tokens
 from .learning_rate import search_learning_rate
 from .preconditioning import covariance_of, precondition
 
@@ -54,15 +56,22 @@ class Student(nn.Module):
         # Neither is a module: not trained, not moved, not saved.
         self._handoff, self._config = handoff, config
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, boundary: torch.Tensor) -> dict[str, Any]:
-        """Loss of one batch whose continuation starts at column `boundary`."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        boundary: torch.Tensor,
+        question: torch.Tensor | None = None,
+        native_fraction: torch.Tensor | float = 0.0,
+    ) -> dict[str, Any]:
+        """Loss of one batch whose continuation starts at column `boundary`; see `FunctionalHandoff.hand_over`."""
         # A map in white coordinates is a product: computed once a forward, not once a layer.
         with parametrize.cached():
-            return self._loss(input_ids, attention_mask, int(boundary))
+            batch = Batch(input_ids, attention_mask.bool(), torch.arange(len(input_ids)))
+            return self._loss(batch, int(boundary), question, float(native_fraction))
 
-    def _loss(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, start: int) -> dict[str, Any]:
+    def _loss(self, batch: Batch, start: int, question: torch.Tensor | None, native_fraction: float) -> dict[str, Any]:
         config, handoff = self._config, self._handoff
-        batch = Batch(input_ids, attention_mask.bool(), torch.arange(len(input_ids)))
         stop = handoff.mapped_columns(start)
         own_attention: list[torch.Tensor] = []
         if config.attention_weight:
@@ -71,16 +80,19 @@ class Student(nn.Module):
                 own_attention = [states[:, stop:] for states in outputs]
         else:
             own = handoff.read_target(batch)
-        source = handoff.read_source(batch, stop)
-        entries = handoff.map(self.mapper, source, own)  # type: ignore[arg-type]
+        mapper: Any = self.mapper
+        entries, source = handoff.hand_over(mapper, batch, start, own, question, native_fraction)
         loss = torch.zeros((), device=own.log_probs.device)
-        if config.kl_weight or config.attention_weight:
+        if config.kl_weight or config.attention_weight or config.nll_weight:
             with recorded_attention(handoff.target.model) as outputs:
                 logits = handoff.go_on(batch, entries)
                 read = list(outputs)
         if config.kl_weight:
             kl, there = kl_on_tokens(own.log_probs[:, start - 1 : -1], logits[:, start - 1 - stop : -1], batch, start)
             loss = loss + config.kl_weight * kl.sum() / there.sum().clamp(min=1)
+        if config.nll_weight:
+            nll, there = nll_on_tokens(logits[:, start - 1 - stop : -1], batch, start)
+            loss = loss + config.nll_weight * nll.sum() / there.sum().clamp(min=1)
         if config.attention_weight:
             valid = batch.attention_mask[:, stop:].to(loss.device)
             loss = loss + config.attention_weight * _relative_error(read, own_attention, valid, centred=False)
@@ -112,6 +124,7 @@ def distill(
     token_batches: Iterable[Any],
     config: DistillationConfig | None = None,
     *,
+    lookups: Iterable[Any] | None = None,
     heldout_fraction: float = 0.1,
     seed: int = 0,
     output_dir: str | Path | None = None,
@@ -120,11 +133,13 @@ def distill(
     """Train a mapper on the target's predictions.
 
     Args:
-        mapper: The start; not changed. Its config says which sinks, suffix and lowest layers are native; what a
-            handoff repairs besides (`native_fraction`) is left out.
+        mapper: The start; not changed. Its config says which sinks, suffix and lowest layers are native; how much is
+            repaired while it trains is said by `config.native_fraction`.
         source_model, target_model: The pair; frozen for the time.
         token_batches: As in [`fit_mapper`].
         config: Settings.
+        lookups: Texts with questions about them, for `config.lookup_fraction`: mappings with `input_ids` (the text,
+            then questions and answers), `boundary` (tokens of the text) and `answers` (a flag a token).
         heldout_fraction, seed: Which sequences are for validation, by the hash that the closed form uses; give its
             values.
         output_dir: Where checkpoints go. An interrupted run goes on from the newest one; a folder that was begun with
@@ -137,7 +152,7 @@ def distill(
 
     Raises:
         CalibrationError: there are no sequences to train or to validate on, or `output_dir` belongs to another run.
-        FitConfigError: no learning rate gave a finite loss.
+        FitConfigError: no learning rate gave a finite loss, or `lookup_fraction` has no lookups to take.
     """
     config = config or DistillationConfig()
     handoff = FunctionalHandoff(
@@ -146,6 +161,7 @@ def distill(
         mapper.config.num_sinks,
         mapper.config.num_native_suffix,
         mapper.config.native_layers,
+        mapper.config.boundary_tokens,
     )
     vocab_size = min(handoff.source.geometry.vocab_size, handoff.target.geometry.vocab_size)
     training, validating = sequences_of(read_batches(token_batches, vocab_size), heldout_fraction, seed)
@@ -154,15 +170,22 @@ def distill(
             f"Distillation needs sequences to train and others to validate on; heldout_fraction={heldout_fraction} "
             f"left {len(training)} and {len(validating)} of two tokens or more. Use more sequences or another one."
         )
-    held = validation_batches(validating, config, seed)
+    asked, asked_held = split_lookups(lookups or (), heldout_fraction, seed)
+    if config.lookup_fraction and not (asked and asked_held):
+        raise FitConfigError(
+            f"lookup_fraction={config.lookup_fraction} needs lookups to train and others to validate on, got "
+            f"{len(asked)} and {len(asked_held)}. Pass lookups=, texts with questions about them."
+        )
+    held = validation_items(validating, asked_held, config, seed)
     settings = {"distillation": config.to_dict(), "heldout_fraction": heldout_fraction, "seed": seed}
     folder = None
     if output_dir is not None:
         folder = RunFolder(Path(output_dir))
-        folder.claim(settings, training, validating, mapper, source_model, target_model)
+        told = [lookup.ids for lookup in (*asked, *asked_held)]
+        folder.claim(settings, [*training, *told], validating, mapper, source_model, target_model)
 
-    def validate(candidate: nn.Module) -> float:
-        return mean_kl(held, lambda batch, boundary: handoff.continuation_kl(candidate, batch, boundary))  # type: ignore[arg-type]
+    def validate(candidate: Any) -> float:
+        return mean_kl(held, partial(_objective, candidate, handoff, config))
 
     start = copy.deepcopy(mapper).to(handoff.target.device)  # type: ignore[arg-type]
     with frozen(source_model, target_model), torch.random.fork_rng():
@@ -170,14 +193,16 @@ def distill(
         facts: dict[str, Any] = {
             "settings": config.to_dict(),
             "start_kl": start_kl,
+            "objective": "kl" if not config.nll_weight else "kl_weight * kl + nll_weight * nll",
             "training_sequences": len(training),
+            "training_lookups": len(asked),
             "validation_sequences": min(len(validating), config.validation_sequences),
         }
         best_kl, best = start_kl, start
         if config.steps:
             roots = None
             if config.precondition:
-                steps = StepBatches(training, config, min(PRECONDITION_BATCHES, config.steps), seed)
+                steps = StepBatches(training, config, min(PRECONDITION_BATCHES, config.steps), seed, asked)
                 contents = (handoff.read_source(*_prefix(handoff, steps[place])) for place in range(len(steps)))
                 roots = covariance_of(start, handoff.num_sinks, contents)
 
@@ -188,7 +213,7 @@ def distill(
                 student = Student(trained, handoff, replace(config, steps=steps))
                 return train_run(
                     student,
-                    StepBatches(training, config, steps, run_seed),
+                    StepBatches(training, config, steps, run_seed, asked),
                     lambda: validate(student.mapper),
                     config=config,
                     rate=rate,
@@ -227,6 +252,19 @@ def distill(
     result.zero_grad(set_to_none=True)
     result.config.fit = {**result.config.fit, "distillation": facts}
     return result
+
+
+def _objective(
+    mapper: Any, handoff: FunctionalHandoff, config: DistillationConfig, batch: Batch, start: int, *repair: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is measured on validation: the KL of each token and, where it is trained on, the token's own loss."""
+    if not config.nll_weight:
+        return handoff.continuation_kl(mapper, batch, start, *repair)
+    own = handoff.read_target(batch)
+    entries, _ = handoff.hand_over(mapper, batch, start, own, *repair)
+    logits = handoff.go_on(batch, entries)[:, start - 1 - handoff.mapped_columns(start) : -1]
+    kl, there = kl_on_tokens(own.log_probs[:, start - 1 : -1], logits, batch, start)
+    return config.kl_weight * kl + config.nll_weight * nll_on_tokens(logits, batch, start)[0], there
 
 
 def _prefix(handoff: FunctionalHandoff, step: dict[str, torch.Tensor]) -> tuple[Batch, int]:

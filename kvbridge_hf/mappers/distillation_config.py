@@ -29,9 +29,16 @@ class DistillationConfig:
             directions differ in size by orders of magnitude.
         min_prefix, min_continuation, max_continuation (`int`): Columns; where a prefix ends is drawn at random for
             each step, and so is the length of the continuation.
-        kl_weight, reconstruction_weight, attention_weight (`float`): Of the losses: KL(target alone || target on the
-            mapped cache) on the continuation's tokens; squared error of mapped keys and values over their variance;
-            squared error of what the continuation's heads read over its power.
+        lookup_fraction (`float`): Share of the steps (and of the validation batches) whose continuations are questions
+            about the prefix with their answers, from the `lookups` of [`distill`]; the others take running text.
+        native_fraction (`float`): Share of the mapped tokens that the target has recomputed in every second step (and
+            validation batch), chosen by the question as a handoff chooses them: the map learns what repair leaves, and
+            to do without.
+        kl_weight, reconstruction_weight, attention_weight, nll_weight (`float`): Of the losses: KL(target alone ||
+            target on the mapped cache) on the continuation's tokens; squared error of mapped keys and values over
+            their variance; squared error of what the continuation's heads read over its power; and the loss of the
+            continuation's own tokens, for a method that may do better than the target. With it, validation is on
+            `kl_weight * KL + nll_weight * NLL`.
         evaluations (`int`): How often a run is measured on the validation sequences; the best state is kept, the
             start among them.
         validation_sequences (`int`): At most so many of the held-out sequences.
@@ -50,9 +57,12 @@ class DistillationConfig:
     min_prefix: int = 32
     min_continuation: int = 8
     max_continuation: int = 64
+    lookup_fraction: float = 0.0
+    native_fraction: float = 0.0
     kl_weight: float = 1.0
     reconstruction_weight: float = 0.0
     attention_weight: float = 0.0
+    nll_weight: float = 0.0
     evaluations: int = 5
     validation_sequences: int = 64
 
@@ -65,8 +75,11 @@ class DistillationConfig:
         for name, bound in least.items():
             _check(isinstance(getattr(self, name), int) and getattr(self, name) >= bound, name, self, f">= {bound}")
         _check(self.search_steps is None or self.search_steps >= 1, "search_steps", self, "None or >= 1")
-        for name in ("warmup_fraction", "kl_weight", "reconstruction_weight", "attention_weight"):
+        for name in ("warmup_fraction", "kl_weight", "reconstruction_weight", "attention_weight", "nll_weight"):
             _check(_is_number(getattr(self, name)) and getattr(self, name) >= 0, name, self, "finite and >= 0")
+        for name in ("lookup_fraction", "native_fraction"):
+            value = getattr(self, name)
+            _check(_is_number(value) and 0 <= value <= 1, name, self, "between 0 and 1")
         rates = (*self.learning_rates, *(() if self.learning_rate is None else (self.learning_rate,)))
         _check(all(_is_number(rate) and rate > 0 for rate in rates), "learning_rates", self, "above 0")
         _check(
@@ -78,7 +91,7 @@ class DistillationConfig:
         _check(self.max_grad_norm > 0, "max_grad_norm", self, "above 0")
         _check(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", self, "different numbers")
         _check(
-            self.kl_weight + self.reconstruction_weight + self.attention_weight > 0,
+            self.kl_weight + self.reconstruction_weight + self.attention_weight + self.nll_weight > 0,
             "kl_weight",
             self,
             "or another above 0",

@@ -18,7 +18,10 @@ from transformers import DynamicCache
 from ..cache_argument import cache_kwargs, output_cache
 from ..calibration.traces import Batch, TracedModel
 from ..modeling_kvbridge import KVBridgeMapper, SourceContent
+from ..repair import recompute
+from ..repair_choice import choose, question_scores, segment_question_scores, segments_of
 from ..rotary import positions_from_mask
+from ..target_extras import ANCHORS, OWN, own_extras, read_extras
 
 Entries = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -45,6 +48,7 @@ class FunctionalHandoff:
         num_native_suffix: Last columns of a prefix that the target runs on top of the mapped ones; at least 1, as the
             first logits come from there.
         native_layers: Lowest layers of the target that it computes itself for all tokens.
+        boundary_tokens: Ids that end a sentence, so that repair takes whole ones.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class FunctionalHandoff:
         num_sinks: int = 0,
         num_native_suffix: int = 1,
         native_layers: int = 0,
+        boundary_tokens: Sequence[int] = (),
     ):
         self.source = source_model if isinstance(source_model, TracedModel) else TracedModel(source_model, "source")
         self.target = target_model if isinstance(target_model, TracedModel) else TracedModel(target_model, "target")
         self.num_sinks, self.num_native_suffix = num_sinks, max(1, num_native_suffix)
         self.native_layers = native_layers
+        self.boundary_tokens = torch.tensor(list(boundary_tokens), dtype=torch.long)
 
     @torch.no_grad()
     def read_source(self, batch: Batch, stop: int, extras: dict[str, torch.Tensor] | None = None) -> SourceContent:
@@ -75,6 +81,17 @@ class FunctionalHandoff:
         logits, cache = run_on_cache(self.target.model, batch, DynamicCache(), 0)
         entries = [(layer.keys, layer.values) for layer in cache.layers]
         return OwnReading(logits.log_softmax(-1), entries)
+
+    def extras(self, mapper: KVBridgeMapper, batch: Batch, stop: int, own: OwnReading) -> dict[str, torch.Tensor]:
+        """What a mapper's method requires of the target for the first `stop` columns."""
+        names = mapper.method.requires
+        ids, mask = batch.input_ids[:, :stop], batch.attention_mask[:, :stop]
+        anchors = [name for name in names if name in ANCHORS]
+        extras = read_extras(anchors, self.target.model, self.target.rotary, ids, mask)
+        if set(names) & set(OWN):
+            entries = [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in own.entries]
+            extras.update(own_extras(entries, self.target.rotary, positions_from_mask(mask.long())))
+        return extras
 
     def map(self, mapper: KVBridgeMapper, source: SourceContent, own: OwnReading) -> Entries:
         """The handed-over entries of the columns of `source`: mapped, rotated, with the target's own sinks.
@@ -110,15 +127,78 @@ class FunctionalHandoff:
             cache.update(keys, values, layer)
         return run_on_cache(self.target.model, batch, cache, entries[0][0].shape[2])[0]
 
-    def continuation_kl(
-        self, mapper: KVBridgeMapper, batch: Batch, boundary: int, own: OwnReading | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL(target alone || target on the mapped prefix) on the tokens from column `boundary` on.
+    def repair(
+        self, entries: Entries, batch: Batch, question: torch.Tensor, native_fraction: float
+    ) -> tuple[Entries, torch.Tensor]:
+        """Entries of which the target has recomputed a share of the tokens, chosen by the question as a handoff does.
+
+        Gradients reach the entries that the recomputed tokens attend to.
+
+        Args:
+            entries: Of the first columns.
+            batch: Whole sequences.
+            question (`(B, T)`): Bool; the tokens by which is chosen.
+            native_fraction: Of the tokens behind the sinks.
+
+        Returns:
+            The entries, and which columns were recomputed, `(B, columns)`.
+        """
+        columns = entries[0][0].shape[2]
+        ids, valid = batch.input_ids[:, :columns], batch.attention_mask[:, :columns]
+        asked = batch.input_ids, question & batch.attention_mask
+        if len(self.boundary_tokens):
+            scores = segment_question_scores(ids, valid, *asked, segments_of(ids, valid, self.boundary_tokens))
+        else:
+            scores = question_scores(ids, valid, *asked)
+        eligible = valid & (positions_from_mask(valid.long()) >= self.num_sinks)
+        chosen = choose(scores, eligible, native_fraction)
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(entries):
+            cache.update(keys, values, layer)
+        recompute(self.target.model, cache, ids, valid, chosen)
+        layers: list[Any] = cache.layers
+        return [(layer.keys, layer.values) for layer in layers], chosen
+
+    def hand_over(
+        self,
+        mapper: KVBridgeMapper,
+        batch: Batch,
+        boundary: int,
+        own: OwnReading,
+        question: torch.Tensor | None = None,
+        native_fraction: float = 0.0,
+    ) -> tuple[Entries, SourceContent]:
+        """The entries that a handoff of the prefix gives, and the content that they were mapped from.
 
         Args:
             mapper: The mapper; gradients reach it.
             batch: Whole sequences, padded on either side.
             boundary: Columns of the prefix. The last `num_native_suffix` of them are the target's own.
+            own: From `read_target`.
+            question, native_fraction: See `repair`; nothing is recomputed with 0.
+        """
+        stop = self.mapped_columns(boundary)
+        source = self.read_source(batch, stop, self.extras(mapper, batch, stop, own))
+        entries = self.map(mapper, source, own)
+        if native_fraction > 0:
+            assert question is not None
+            entries, _ = self.repair(entries, batch, question, native_fraction)
+        return entries, source
+
+    def continuation_kl(
+        self,
+        mapper: KVBridgeMapper,
+        batch: Batch,
+        boundary: int,
+        question: torch.Tensor | None = None,
+        native_fraction: float = 0.0,
+        *,
+        own: OwnReading | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL(target alone || target on the mapped prefix) on the tokens from column `boundary` on.
+
+        Args:
+            mapper, batch, boundary, question, native_fraction: As in `hand_over`.
             own: From `read_target`, where it is at hand.
 
         Returns:
@@ -126,7 +206,7 @@ class FunctionalHandoff:
         """
         own = self.read_target(batch) if own is None else own
         stop = self.mapped_columns(boundary)
-        entries = self.map(mapper, self.read_source(batch, stop), own)
+        entries, _ = self.hand_over(mapper, batch, boundary, own, question, native_fraction)
         logits = self.go_on(batch, entries)
         # The token in column c is predicted in column c - 1.
         return kl_on_tokens(own.log_probs[:, boundary - 1 : -1], logits[:, boundary - 1 - stop : -1], batch, boundary)
@@ -143,6 +223,14 @@ def kl_on_tokens(
     there = batch.attention_mask[:, boundary:].to(logits.device)
     kl = nn.functional.kl_div(logits.log_softmax(-1), own_log_probs, reduction="none", log_target=True).sum(-1)
     return kl.masked_fill(~there, 0.0), there
+
+
+def nll_on_tokens(logits: torch.Tensor, batch: Batch, boundary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of the tokens from column `boundary` on under `(B, T - boundary, vocab)` logits; as in [`kl_on_tokens`]."""
+    there = batch.attention_mask[:, boundary:].to(logits.device)
+    ids = batch.input_ids[:, boundary:].to(logits.device)
+    nll = nn.functional.cross_entropy(logits.mT, ids, reduction="none")
+    return nll.masked_fill(~there, 0.0), there
 
 
 def run_on_cache(model: Any, batch: Batch, cache: DynamicCache, held: int) -> tuple[torch.Tensor, Any]:
@@ -182,19 +270,16 @@ def frozen(*models: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def mean_kl(
-    batches: Iterable[tuple[Batch, int]],
-    kl: Callable[[Batch, int], tuple[torch.Tensor, torch.Tensor]],
-) -> float:
+def mean_kl(batches: Iterable[tuple[Any, ...]], kl: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Mean KL in nats a token over batches with their boundaries; every token counts once.
 
     Args:
-        batches: Batches and the column at which each continuation starts.
+        batches: Batches, the column at which each continuation starts, and what else `kl` takes.
         kl: `continuation_kl` of a mapper.
     """
     total, count = 0.0, 0
-    for batch, boundary in batches:
-        values, there = kl(batch, boundary)
+    for item in batches:
+        values, there = kl(*item)
         total += float(values.double().sum())
         count += int(there.sum())
     return total / max(count, 1)
@@ -250,5 +335,6 @@ __all__ = [
     "hash_seed",
     "kl_on_tokens",
     "mean_kl",
+    "nll_on_tokens",
     "run_on_cache",
 ]
