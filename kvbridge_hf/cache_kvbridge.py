@@ -2,147 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .modeling_kvbridge import KVBridgeMapper, SourceContent
-from .rotary import ContentRotary
+from .mapped_prefix import MappedPrefix, NativePrefix
 
-
-@dataclass(frozen=True)
-class NativePrefix:
-    """Keys and values of a sequence's first tokens as the target itself computes them.
-
-    Nothing stands before them, so they are exact. The first token of a sequence is an outlier that takes much of the
-    attention (a *sink*), and a map fitted over all tokens gets it wrong (DESIGN 4).
-
-    Args:
-        keys, values: one tensor `(batch, target_heads, num_sinks, target_head_dim)` per target layer, rotated; the
-            token at position p stands in column p.
-    """
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.keys[0].shape[-2]
-
-
-class MappedPrefix:
-    """Everything that gives the target's keys and values of a run of prompt columns, one layer at a time.
-
-    It is a snapshot: what happens to the source's cache afterwards does not reach it. It may be shared by copies of a
-    cache and by threads; each layer is computed under a lock of its own.
-
-    Args:
-        mapper: the fitted mapper.
-        source: the source's content; its columns are `source_columns`, or exactly the mapped ones.
-        rotary: the target's rotation.
-        position_ids, valid: `(batch, columns)` of the mapped columns.
-        source_columns: `(batch, columns)`, long: the column of `source` for each of them; None when they agree.
-        native: the first tokens, read by the target itself.
-        device, dtype: where and in which dtype the target keeps its cache.
-        on_mapped: called with `(layer, seconds)` after each mapped layer. The seconds are the host's: on an
-            accelerator the work may still be queued.
-    """
-
-    def __init__(
-        self,
-        mapper: KVBridgeMapper,
-        source: SourceContent,
-        rotary: ContentRotary,
-        *,
-        position_ids: torch.Tensor,
-        valid: torch.Tensor,
-        source_columns: torch.Tensor | None = None,
-        native: NativePrefix | None = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        on_mapped: Callable[[int, float], None] | None = None,
-    ):
-        self.mapper = mapper
-        self.source = source
-        self.rotary = rotary
-        self.position_ids = position_ids
-        self.source_columns = source_columns
-        self.native = native
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.on_mapped = on_mapped
-        self.num_layers = int(mapper.config.target_geometry["num_layers"])
-        self._locks = [threading.Lock() for _ in range(self.num_layers)]
-        # Asked once for all layers: the answers cost a device synchronisation each.
-        self._padding = None if bool(valid.all()) else ~valid
-        self._native_index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        if native is not None:
-            rows, columns = torch.nonzero(valid & (position_ids < native.num_tokens), as_tuple=True)
-            if rows.numel() > 0:
-                self._native_index = (rows, columns, position_ids[rows, columns])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MappedPrefix:
-        # Nothing here changes, and a copy would copy the mapper and the source's cache.
-        return self
-
-    @property
-    def batch_size(self) -> int:
-        return self.position_ids.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        return self.position_ids.shape[1]
-
-    def lock(self, layer: int) -> threading.Lock:
-        return self._locks[layer]
-
-    def layer(self, layer: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map one target layer, for another device than `self.device` if asked for.
-
-        Returns:
-            Keys (rotated) and values, `(batch, target_heads, columns, target_head_dim)`, zero at padding.
-        """
-        started = time.perf_counter()
-        device = self.device if device is None else device
-        # The map chooses its own precision, and a cache is no place for gradients.
-        mapper_device = self.mapper.device.type
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.autocast(mapper_device, enabled=False):
-            keys, values = self.mapper.map_layer(layer, self.source)
-            keys, values = keys.to(device), values.to(device)
-            if self.source_columns is not None:
-                index = self.source_columns.to(device)[:, None, :, None]
-                keys = keys.gather(2, index.expand(-1, keys.shape[1], -1, keys.shape[3]))
-                values = values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
-            keys = self.rotary.apply(keys, self.position_ids.to(device), layer).to(self.dtype)
-            values = values.to(self.dtype)
-            keys, values = self._finish(keys, "keys", layer), self._finish(values, "values", layer)
-        if self.on_mapped is not None:
-            self.on_mapped(layer, time.perf_counter() - started)
-        return keys, values
-
-    def _finish(self, states: torch.Tensor, kind: str, layer: int) -> torch.Tensor:
-        """Put the target's own first tokens in their columns and zeros where padding stands."""
-        if self.native is not None and self._native_index is not None:
-            own = getattr(self.native, kind)[layer].to(states.device, states.dtype)
-            rows, columns, slots = (index.to(states.device) for index in self._native_index)
-            # Advanced indices around a slice come first in the result: (tokens, heads, head_dim).
-            states = states.transpose(1, 2).index_put((rows, columns), own[rows, :, slots]).transpose(1, 2)
-        if self._padding is not None:
-            states = states.masked_fill(self._padding.to(states.device)[:, None, :, None], 0)
-        return states.contiguous()
+logger = logging.getLogger(__name__)
 
 
 class BridgedLayer(DynamicLayer):
     """One layer of a [`BridgedCache`]: mapped when its keys or values are first touched, then a plain `DynamicLayer`.
 
     Its length is known without mapping. Cropping and row operations (repeat, select, reorder) before the first touch
-    are remembered and cost no mapping.
+    are remembered and cost no mapping. It may be mapped ahead by another thread, on another stream.
 
     Args:
         prefix: where the keys and values come from; None for an empty layer.
@@ -151,6 +31,7 @@ class BridgedLayer(DynamicLayer):
 
     def __init__(self, prefix: MappedPrefix | None = None, layer_idx: int = 0):
         self._prefix: MappedPrefix | None = None
+        self._event: Any = None  # what a stream has to wait for before it reads what another one has mapped
         super().__init__()
         self.layer_idx = layer_idx
         if prefix is not None and prefix.num_columns > 0:
@@ -167,7 +48,7 @@ class BridgedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        self.map()
+        self._settle()
         return self._keys
 
     @keys.setter
@@ -177,7 +58,7 @@ class BridgedLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        self.map()
+        self._settle()
         return self._values
 
     @values.setter
@@ -185,8 +66,13 @@ class BridgedLayer(DynamicLayer):
         self.map()
         self._values = value
 
-    def map(self, device: torch.device | None = None) -> None:
-        """Compute the keys and values now, for another device than the target's if asked for."""
+    def map(self, device: torch.device | None = None, stream: Any = None) -> None:
+        """Compute the keys and values now.
+
+        Args:
+            device: another device than the target's.
+            stream: the accelerator stream that is current, where another one will read the result.
+        """
         prefix = self._prefix
         if prefix is None:
             return
@@ -203,18 +89,37 @@ class BridgedLayer(DynamicLayer):
             self._keys, self._values = states
             self.device, self.dtype = self._keys.device, self._keys.dtype
             self._rows = None
+            self._event = None if stream is None else stream.record_event()
             # Last: other threads take a layer without prefix for finished.
             self._prefix = None
+
+    def _settle(self, device: torch.device | None = None) -> None:
+        """Map, or let the current stream wait for the one that has mapped ahead."""
+        self.map(device)
+        event, keys, values = self._event, self._keys, self._values
+        if event is not None and keys is not None and values is not None:
+            self._event = None
+            current = _current_stream(keys.device)
+            current.wait_event(event)
+            for states in (keys, values):
+                states.record_stream(current)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DynamicLayer.update`. The new states decide about device and dtype (autocast, spread models)."""
-        self.map(key_states.device)
+        self._settle(key_states.device)
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys.to(key_states), self._values.to(value_states)
             self.device, self.dtype = key_states.device, key_states.dtype
         return super().update(key_states, value_states, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BridgedLayer:
+        if self.is_mapped:
+            self._settle()  # an event cannot be copied
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def get_seq_length(self) -> int:
         prefix = self._prefix
@@ -253,7 +158,7 @@ class BridgedLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         """Bring the layer to the target's device: from the CPU, or by mapping it (on the caller's current stream)."""
-        self.map()
+        self._settle()
         super().prefetch()
 
     def _defer(self, change: Callable[[], None]) -> bool:
@@ -311,6 +216,8 @@ class BridgedCache(DynamicCache):
         self.report = report
         #: `(batch, columns)`, bool: the mapped tokens that the target has recomputed (as they were handed over).
         self.repaired: torch.Tensor | None = None
+        #: `(batch,)`: how far these moved when they were recomputed, see [`RepairDrift`].
+        self.drift: torch.Tensor | None = None
 
     @property
     def num_mapped_layers(self) -> int:
@@ -322,6 +229,37 @@ class BridgedCache(DynamicCache):
         for layer in self.layers:
             layer.map()
         return self
+
+    def map_ahead(self, stream: Any = None) -> threading.Thread:
+        """Map the layers on a thread of their own, in their order, while the caller goes on.
+
+        Whoever touches a layer waits for it, or maps it himself where it is not yet begun. A map that fails leaves its
+        layer for whoever touches it, and with it the exception.
+
+        Args:
+            stream: a stream of the target's accelerator to map on; without one the work queues behind the target's
+                own, and on a CPU there is none.
+
+        Returns:
+            The running thread.
+        """
+        layers = list(self.layers)
+        before = None if stream is None else _current_stream(stream.device)
+
+        def work() -> None:
+            with torch.no_grad(), contextlib.nullcontext() if stream is None else stream:
+                if stream is not None:
+                    stream.wait_stream(before)  # the source may still be writing
+                for layer in layers:
+                    try:
+                        layer.map(stream=stream)
+                    except Exception:
+                        logger.debug("Mapping layer %d ahead failed.", layer.layer_idx, exc_info=True)
+                        return
+
+        thread = threading.Thread(target=work, name="kvbridge-map-ahead", daemon=True)
+        thread.start()
+        return thread
 
     def take_offloading(self, cache: Cache) -> None:
         """Offload layers as `cache` would have (`cache_implementation="offloaded"`)."""
@@ -356,6 +294,10 @@ class BridgedCache(DynamicCache):
                 # Static layers could not be cropped in older releases.
                 target.crop(-length) if hasattr(target, "crop") else target.reset()
             raise
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.accelerator.current_stream(device)
 
 
 __all__ = ["BridgedCache", "BridgedLayer", "MappedPrefix", "NativePrefix"]

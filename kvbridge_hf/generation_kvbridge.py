@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +16,15 @@ from .errors import (
     GenerateArgumentError,
     HandoffRejected,
     KVBridgeError,
-    PairMismatchError,
 )
-from .fingerprint import check_fingerprint, check_tokenizer
-from .geometry import KVGeometry, check_pair
+from .fingerprint import check_tokenizer
 from .guard.events import emit, handoff_event
 from .guard.gates import Handed, HandoffGate
 from .guard.judging import judge
 from .handoff import HandoffFallbackWarning, HandoffPolicy, HandoffReport
 from .handoff_repair import apply_native_parts
 from .modeling_kvbridge import KVBridgeMapper
+from .pair_checks import PairChecks
 from .prompt_layout import fit_mask, layout
 from .prompt_reading import prompt_mask, read_columns, read_first_tokens
 from .rotary import ContentRotary, positions_from_mask
@@ -36,14 +32,6 @@ from .source_cache import SourceCacheView, source_length
 
 # What a handoff may fall back from: our own refusals, and what PyTorch raises when a forward or a map goes wrong.
 FALLBACK_ERRORS = (KVBridgeError, RuntimeError)
-
-
-@dataclass
-class _CheckedModel:
-    """The result of checking one model once."""
-
-    rotary: ContentRotary | None = None
-    error: KVBridgeError | None = None
 
 
 class KVBridge:
@@ -82,11 +70,7 @@ class KVBridge:
         config = mapper.config
         if tokenizer is not None:
             check_tokenizer(config.tokenizer_fingerprint, tokenizer)
-        self._source_geometry = _check_geometry(source_model, config.source_geometry, "source")
-        check_pair(self._source_geometry, KVGeometry.from_dict(config.target_geometry)).raise_if_unfit()
-        check_fingerprint(config.source_fingerprint, source_model, "source")
-        self._source_rotary = _checked_rotary(source_model)
-        self._targets: weakref.WeakKeyDictionary[Any, _CheckedModel] = weakref.WeakKeyDictionary()
+        self._checks = PairChecks(source_model, mapper)
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._local = threading.local()
@@ -106,22 +90,7 @@ class KVBridge:
         Raises:
             PairMismatchError, FingerprintError, UnsupportedModelError: what is wrong, the same each time it is asked.
         """
-        with self._lock:
-            checked = self._targets.get(target_model)
-            if checked is None:
-                checked = _CheckedModel()
-                try:
-                    _check_geometry(target_model, self.mapper.config.target_geometry, "target")
-                    check_pair(self.source_model, target_model).raise_if_unfit()
-                    check_fingerprint(self.mapper.config.target_fingerprint, target_model, "target")
-                    checked.rotary = _checked_rotary(target_model)
-                except KVBridgeError as error:
-                    checked.error = error
-                self._targets[target_model] = checked
-        if checked.error is not None:
-            raise copy.copy(checked.error)  # an exception that is raised again would keep every caller's frames
-        assert checked.rotary is not None
-        return checked.rotary
+        return self._checks.target(target_model)
 
     @torch.no_grad()
     def handoff(
@@ -314,7 +283,7 @@ class KVBridge:
         content, source_columns = read_content(
             self.mapper.method,
             view,
-            self._source_rotary,
+            self._checks.source_rotary,
             read,
             plan,
             start,
@@ -405,23 +374,6 @@ class KVBridge:
             with report.timed(part):
                 read_columns(target, input_ids[:, :stop], mask[:, :stop], cache)
         return cache
-
-
-def _check_geometry(model: PreTrainedModel, expected: dict[str, Any], role: str) -> KVGeometry:
-    geometry = KVGeometry.from_model(model)
-    for name in ("num_layers", "num_kv_heads", "head_dim"):
-        if getattr(geometry, name) != expected[name]:
-            raise PairMismatchError(
-                f"The mapper's {role} has {name}={expected[name]}, this {role} model has {getattr(geometry, name)}. "
-                f"Use the mapper that was fitted for it, or the {role} that this mapper was fitted for."
-            )
-    return geometry
-
-
-def _checked_rotary(model: PreTrainedModel) -> ContentRotary:
-    rotary = ContentRotary.from_model(model)
-    rotary.verify(model)
-    return rotary
 
 
 __all__ = ["KVBridge"]

@@ -143,6 +143,16 @@ class SourceContent:
             raise CacheMismatchError(f"The mapper's method needs {name!r}, which this source content does not carry.")
         return self.extras[name]
 
+    @property
+    def held_layers(self) -> set[int]:
+        """Source layers of which content is held in memory now."""
+        return {layer for _, layer in tuple(self._content)}
+
+    def forget(self, layer: int) -> None:
+        """Let the content of a source layer go; it is read again when asked for."""
+        for kind in ("keys", "values"):
+            self._content.pop((kind, layer), None)
+
     def shared(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What several target layers share, computed for the first of them.
 
@@ -157,18 +167,20 @@ class SourceContent:
         return found
 
     def release(self) -> None:
-        """Forget the content read so far; it is read again when asked for."""
+        """Let all content go; see [`forget`]."""
         self._content.clear()
         self._shared = {}
 
     def _get(self, kind: str, read: Callable[[int], torch.Tensor], layer: int) -> torch.Tensor:
-        # A source layer feeds several target layers, so what was stripped once is kept.
-        if (kind, layer) not in self._content:
+        # A source layer feeds several target layers, so what was stripped once is kept until it is forgotten. Another
+        # thread may forget it meanwhile, so it is not looked up twice.
+        content = self._content.get((kind, layer))
+        if content is None:
             content = read(layer)
             if self._padding is not None:
                 content = content.masked_fill(self._padding.to(content.device)[:, None, :, None], 0)
             self._content[kind, layer] = content
-        return self._content[kind, layer]
+        return content
 
 
 class MapperMethod:

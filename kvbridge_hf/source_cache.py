@@ -13,6 +13,19 @@ from .errors import CacheMismatchError
 class _LayerView:
     """Keys and values of one source layer as they were when the view was taken."""
 
+    def _read(self, kind: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._read("keys")
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._read("values")
+
+
+class _PlainLayerView(_LayerView):
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, layer: int):
         self._states = {"keys": keys, "values": values}
         self._versions = {kind: _version(states) for kind, states in self._states.items()}
@@ -27,20 +40,31 @@ class _LayerView:
             )
         return states
 
-    @property
-    def keys(self) -> torch.Tensor:
-        return self._read("keys")
 
-    @property
-    def values(self) -> torch.Tensor:
-        return self._read("values")
+class _QuantizedLayerView(_LayerView):
+    """Of a quantised layer. It is dequantised each time it is read, so that one layer at a time stands in
+    memory as it is: what the source itself attends to, quantisation error included."""
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+        # Transformers replaces these when the cache grows; it does not write into them.
+        self._quantized = {"keys": layer._quantized_keys, "values": layer._quantized_values}
+        self._recent = {"keys": layer.keys, "values": layer.values}
+        self._order = getattr(layer, "_pending_beam_idx", None)
+
+    def _read(self, kind: str) -> torch.Tensor:
+        states = self._layer._dequantize(self._quantized[kind])
+        if self._order is not None:
+            states = states.index_select(0, self._order.to(states.device))
+        recent = self._recent[kind]
+        return torch.cat([states, recent], dim=-2) if recent.dim() == 4 else states
 
 
 class SourceCacheView:
     """A source model's cache as a mapper may read it: `.layers[i].keys` and `.values`.
 
     Growing, cropping or reordering the original replaces its tensors and does not reach the view. A static cache is
-    written in place, so the needed columns are copied.
+    written in place, so the needed columns are copied. A quantised one is dequantised layer by layer as it is read.
 
     Args:
         cache: the source's cache.
@@ -55,12 +79,18 @@ class SourceCacheView:
         self.layers: list[_LayerView] = []
         self._length = stop
         for index, layer in enumerate(_layers(cache, geometry)):
+            if _is_quantized(layer):
+                view = _QuantizedLayerView(layer)
+                if int(layer.get_seq_length()) < stop or index == 0:
+                    _check_states(view.keys, "keys", index, geometry, stop)
+                self.layers.append(view)
+                continue
             keys, values = layer.keys, layer.values
             for kind, states in (("keys", keys), ("values", values)):
                 _check_states(states, kind, index, geometry, stop)
             if isinstance(cache, StaticCache):
                 keys, values = keys[:, :, :stop].clone(), values[:, :, :stop].clone()
-            self.layers.append(_LayerView(keys, values, index))
+            self.layers.append(_PlainLayerView(keys, values, index))
 
     def get_seq_length(self) -> int:
         """Columns that may be read."""
@@ -80,7 +110,7 @@ def source_length(cache: Cache, geometry: dict[str, Any]) -> tuple[int, int]:
             "The source cache is empty. Leave source_cache out, so that the source reads the prompt, or pass the "
             "cache that it returned for this prompt."
         )
-    keys = layers[0].keys
+    keys = _QuantizedLayerView(layers[0]).keys if _is_quantized(layers[0]) else layers[0].keys
     _check_states(keys, "keys", 0, geometry, length)
     return keys.shape[0], length
 
@@ -100,12 +130,16 @@ def _layers(cache: Cache, geometry: dict[str, Any]) -> list[Any]:
     for index, layer in enumerate(layers):
         # A window that has cut something: fewer columns are held than were read.
         is_cut = getattr(layer, "is_sliding", False) and int(layer.get_seq_length()) > layer.keys.shape[2]
-        if is_cut or hasattr(layer, "_quantized_keys"):
+        if is_cut:
             raise CacheMismatchError(
                 f"Layer {index} of the source cache is a {type(layer).__name__}, which does not hold every token's "
-                "keys and values as they are. Read the prompt with a dynamic or a static cache."
+                "keys and values. Read the prompt with a dynamic, a static or a quantised cache."
             )
     return layers
+
+
+def _is_quantized(layer: Any) -> bool:
+    return getattr(layer, "_quantized_keys", None) is not None
 
 
 def _check_states(states: Any, kind: str, layer: int, geometry: dict[str, Any], stop: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from handoff_reference import batch, pair, positions_of, random_mapper, reference_cache
 from models import tiny_model
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 from kvbridge_hf import BridgedCache, HandoffFallbackWarning, HandoffPolicy, HandoffReport, KVBridge
 from kvbridge_hf.cache_argument import CACHE_ARG, cache_kwargs, get_cache, output_cache, pop_cache
@@ -446,10 +446,6 @@ def broken_caches(models):
     source, target, _ = models
     ids, _ = batch([9])
     other_heads = tiny_model("qwen3", num_layers=3, num_heads=4, num_kv_heads=4, head_dim=16)
-    quantized = QuantizedCache.__new__(QuantizedCache)
-    quantized.__dict__.update(source_cache(source, ids).__dict__)
-    for layer in quantized.layers:
-        layer._quantized_keys = layer.keys
     ragged = source_cache(source, ids)
     ragged.layers[1].crop(-3)
     return {
@@ -457,15 +453,12 @@ def broken_caches(models):
         "other heads": (source_cache(other_heads, ids), "shape"),
         "empty": (DynamicCache(config=source.config), "is empty"),
         "no cache": ("a cache", "must be a Transformers Cache"),
-        "quantised": (quantized, "does not hold every token"),
         "two rows": (source_cache(source, batch([9, 9])[0]), "2 rows"),
         "ragged": (ragged, "Layer 1 of the source cache"),
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["another model", "other heads", "empty", "no cache", "quantised", "two rows", "ragged"]
-)
+@pytest.mark.parametrize("name", ["another model", "other heads", "empty", "no cache", "two rows", "ragged"])
 def test_a_source_cache_that_does_not_fit(bridge, models, name):
     _, target, _ = models
     ids, _ = batch([9])
