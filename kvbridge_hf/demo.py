@@ -45,12 +45,18 @@ def read_texts(path: Path, limit: int | None = None) -> list[str]:
 def fit_bundled(
     source: PreTrainedModel, target: PreTrainedModel, tokenizer: Any, preset: str = "default"
 ) -> KVBridgeMapper:
-    """Fit a mapper on the bundled calibration texts."""
+    """Fit a mapper on the bundled calibration texts, and calibrate its gates on the texts that are there for them."""
     from .calibration.driver import fit_mapper
+    from .guard import calibrate_gates
     from .mappers.config import FitConfig
 
-    batches = [tokenizer(text, return_tensors="pt")["input_ids"] for text in read_texts(bundled.text_path("train"))]
-    return fit_mapper(source, target, batches, FitConfig.preset(preset), tokenizer=tokenizer, dataset="tinytown/train")
+    def batches(name: str) -> list[torch.Tensor]:
+        return [tokenizer(text, return_tensors="pt")["input_ids"] for text in read_texts(bundled.text_path(name))]
+
+    config = FitConfig.preset(preset)
+    mapper = fit_mapper(source, target, batches("train"), config, tokenizer=tokenizer, dataset="tinytown/train")
+    calibrate_gates(source, target, mapper, batches("gates"))
+    return mapper
 
 
 @torch.no_grad()

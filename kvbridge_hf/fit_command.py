@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +102,12 @@ def fit(
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Batches between two saved states.")] = 50,
     max_bad_sequences: Annotated[int, typer.Option(min=0, help="Sequences with NaN or Inf to leave out.")] = 10,
+    gate_sequences: Annotated[
+        int, typer.Option(min=0, help="Further sequences, on which the gates are calibrated; 0 leaves the gates out.")
+    ] = 200,
+    gate_dataset: Annotated[
+        list[str] | None, typer.Option(help="Other data for the gates, that the fit does not use; as --dataset.")
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Begin again; the saved state is thrown away.")] = False,
     report_to: Annotated[str | None, typer.Option(help="A tracker of Accelerate, such as trackio.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
@@ -153,10 +160,27 @@ def fit(
         report_to=report_to,
     )
     says: list[str] = []
-    summary = run_calibration(job, progress=not as_json, say=says.append if as_json else typer.echo)
+    say = says.append if as_json else typer.echo
+    summary = run_calibration(job, progress=not as_json, say=say)
     from accelerate import PartialState
 
     if PartialState().is_main_process:
+        summary["gates"] = None
+        if gate_sequences > 0:
+            from .guard.after_fit import calibrate_after_fit
+
+            other = None
+            if gate_dataset:
+                other = replace(
+                    job.data,
+                    datasets=with_defaults(
+                        gate_dataset, config=dataset_config, split=split, revision=revision, column=text_column
+                    ),
+                )
+            device = "cpu" if PartialState().device.type == "mps" else PartialState().device
+            gates = calibrate_after_fit(job, gate_sequences, data=other, device=device, say=say)
+            if gates is not None:
+                summary["gates"] = {name: gates[name] for name in ("rows", "tokens", "quantile", "kl")}
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else summary_text(summary))
 
 

@@ -30,6 +30,7 @@ from .repair_choice import (
     segments_of,
     surprise_scores,
 )
+from .repair_drift import RepairDrift
 
 # The source's last tokens, whose attention says what later tokens look at (`choice="sensitivity"`).
 SENSITIVITY_WINDOW = 32
@@ -73,7 +74,9 @@ def apply_native_parts(
             eligible = handed.valid & (handed.position_ids >= handed.num_sinks)
             chosen = choose(scores.to(eligible.device), eligible, fraction)
         with report.timed("repair"):
+            drift = RepairDrift(cache, chosen)
             repaired = repair(target_model, cache, handed.input_ids, handed.mask, chosen, before=handed.target_cache)
+            cache.drift = drift.measure(cache)
         report.tokens_repaired = repaired
         report.tokens_mapped -= repaired
         report.tokens_native += repaired

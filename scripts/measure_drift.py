@@ -1,6 +1,6 @@
 """Drift of a ten-turn conversation that moves between two models at every turn, and the time of a switch.
 
-    python scripts/measure_drift.py --pair m-to-l [--conversations 24] [--output drift.json]
+    python scripts/measure_drift.py --pair s-to-m [--conversations 24] [--output drift.json]
 
 In every turn the small model reads the user's message, the large one takes over and answers, and the small one takes
 over again: what one has read or written is mapped to the other (for a direction without a bundled mapper one is
@@ -184,12 +184,13 @@ def _times(session: HandoffSession, repeats: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", default="m-to-l", help="SMALL-to-LARGE of the bundled family")
+    parser.add_argument("--pair", default="s-to-m", help="SMALL-to-LARGE of the bundled family")
     parser.add_argument("--small", help="another small model, with --large (folders; mappers are fitted)")
     parser.add_argument("--large")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--preset", default="default", help="preset of the fits")
     parser.add_argument("--fit-texts", type=int, help="texts for a fit; all by default")
+    parser.add_argument("--gate-texts", type=int, help="texts for gates that a mapper lacks; all by default")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, help="write the records as JSON")
     args = parser.parse_args()
@@ -198,7 +199,6 @@ def main() -> None:
     models = dict(zip(("small", "large"), map(load_model, paths), strict=True))
     tokenizer = AutoTokenizer.from_pretrained(str(paths[1]))
     mappers = {}
-    validation = [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("validation"))]
     for source, target, pair in (("small", "large", args.pair), ("large", "small", f"{short[1]}-to-{short[0]}")):
         try:
             if args.small:
@@ -216,7 +216,8 @@ def main() -> None:
                 progress=False,
             )
         if not mapper.config.gates:
-            batches = [torch.tensor([row]) for row in validation if len(row) > 40]
+            texts = read_texts(bundled.text_path("gates"), args.gate_texts)
+            batches = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
             calibrate_gates(models[source], models[target], mapper, batches)
         mappers[source, target] = mapper
     with open(bundled.questions_path("conversations"), encoding="utf-8") as file:

@@ -349,10 +349,89 @@ def test_calibration_is_what_the_models_say_by_themselves():
             # The range holds nearly all tokens that were mapped, and these are a part of everything.
             assert np.mean((everything < low) | (everything > high)) < 0.02
             assert everything.min() <= low < np.median(everything) < high <= everything.max() + 1e-4
-    median, distance = gates["suffix_likelihood"]["statistics"]["excess"]
+    # Source and target expect the same; nothing is repaired, so that there is no drift.
+    assert gates["suffix_likelihood"]["statistics"].keys() == {"reverse_divergence"}
+    median, distance = gates["suffix_likelihood"]["statistics"]["reverse_divergence"]
     assert median == pytest.approx(0.0, abs=1e-5) and distance == pytest.approx(1e-3)
     assert gates["kl"]["p99"] < 1e-4 and gates["suffix_likelihood"]["num_tokens"] == SUFFIX - 1
     assert GateDefaults.from_config(mapper.config).to_dict() == gates
+
+
+def mended(mapper_of, fraction):
+    """A pair of other sizes whose mapper asks for repair."""
+    source, target, mapper = pair(num_sinks=2, num_native_suffix=SUFFIX)
+    mapper = copy.deepcopy(mapper)
+    mapper.config.native_fraction, mapper.config.repair = fraction, mapper_of
+    return source, target, mapper
+
+
+def drift_by_hand(source, target, mapper, ids, mask):
+    """Per row, from the caches with and without repair."""
+    own = HandoffPolicy(gates=Gates.off())
+    cache = KVBridge(source, mapper, own).handoff(ids, mask, target_model=target)
+    plain = KVBridge(source, mapper, HandoffPolicy(gates=Gates.off(), native_fraction=0.0))
+    plain = plain.handoff(ids, mask, target_model=target)
+    ratios = np.zeros((len(cache.layers), len(ids)))
+    for index, (after, before) in enumerate(zip(cache.layers, plain.layers, strict=True)):
+        for row in range(len(ids)):
+            columns = cache.repaired[row].nonzero()[:, 0]
+            new, old = (layer.values[row, :, columns].double().numpy() for layer in (after, before))
+            ratios[index, row] = np.linalg.norm(new - old) / np.linalg.norm(new) if len(columns) else np.nan
+    return ratios.mean(0)
+
+
+@pytest.mark.parametrize("choice", ["recency", "random"])
+def test_drift_is_what_repair_changes(choice):
+    source, target, mapper = mended(choice, 0.3)
+    ids, mask = prompt((30, 22, 3))
+    bridge = KVBridge(source, mapper, HandoffPolicy(gates=Gates(max_nll=1e6)))
+    cache = bridge.handoff(ids, mask, target_model=target)
+    expected = drift_by_hand(source, target, mapper, ids, mask)
+    assert np.isnan(expected[2]) and expected[0] > 0.1  # a row of nothing but sinks and suffix
+    np.testing.assert_allclose(cache.drift.numpy(), expected, rtol=1e-3)
+
+
+def test_limits_are_order_statistics_of_sums_recomputed_here():
+    """Rows so short that none is cut; the threshold is the ceil((n + 1) q)-th of them, with and without drift."""
+    source, target, mapper = mended("recency", 0.5)
+    rows = [batch([2 + SUFFIX + 2], seed=number)[0] for number in range(25)]
+    gates = calibrate_gates(source, target, mapper, rows, quantile=0.8)
+    suffix = gates["suffix_likelihood"]
+    stats = {"reverse_divergence": [], "drift": []}
+    for ids in rows:
+        mask = torch.ones_like(ids)
+        start = ids.shape[1] - SUFFIX
+        by_hand = KVBridge(source, mapper, HandoffPolicy(gates=Gates.off())).handoff(ids, mask, target_model=target)
+        theirs = log_probs(target, ids, mask, by_hand, start)[:, :-1]
+        sources = log_probs(source, ids, mask)[:, start:-1]
+        stats["reverse_divergence"].append(float((theirs.exp() * (theirs - sources)).sum(-1).mean()))
+        stats["drift"].append(float(drift_by_hand(source, target, mapper, ids, mask)[0]))
+    scaled = {}
+    for name, values in stats.items():
+        # torch's median of an odd count is the middle one, its quantile interpolates as numpy's
+        median, high = np.median(values), np.quantile(values, 0.95)
+        assert suffix["statistics"][name] == pytest.approx((median, high - median), rel=1e-2)
+        scaled[name] = (np.array(values) - median) / (high - median)
+    place = math.ceil(26 * 0.8) - 1
+    assert suffix["limit"] == pytest.approx(np.sort(sum(scaled.values()))[place], rel=2e-2)
+    assert suffix["limit_without_drift"] == pytest.approx(np.sort(scaled["reverse_divergence"])[place], rel=2e-2)
+    # A handoff without repair is held against the limit without drift.
+    for fraction, limit, total in ((None, "limit", sum(scaled.values())[3]), (0.0, "limit_without_drift", None)):
+        policy = HandoffPolicy(native_fraction=fraction, gates=Gates(max_suffix_score=1e6, magnitude=False))
+        seen = KVBridge(source, mapper, policy).handoff(rows[3], target_model=target).report.gates["suffix_likelihood"]
+        if total is None:
+            median, distance = suffix["statistics"]["reverse_divergence"]
+            total = (seen["reverse_divergence"] - median) / distance
+            assert "drift" not in seen
+        assert seen["score"] == pytest.approx(total / suffix[limit], rel=2e-2, abs=1e-2)
+
+
+def test_conformal_quantile_by_counting():
+    from kvbridge_hf.guard.calibrate import conformal_quantile
+
+    values = torch.arange(1, 100).double()[torch.randperm(99, generator=torch.Generator().manual_seed(0))]
+    assert conformal_quantile(values, 0.99) == 99 and conformal_quantile(values, 0.9) == 90
+    assert conformal_quantile(values[:10], 0.99) == float(values[:10].max())
 
 
 def test_defaults_travel_with_the_artifact_and_damage_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""Running text from Tinytown worlds, for calibration and for judging: one JSON object with ``text`` a line.
+"""Running text from Tinytown worlds, for fits, gates and judging: one JSON object with ``text`` a line.
 
 python examples/tinytown/texts.py examples/tinytown/texts
 """
@@ -17,6 +17,8 @@ SETS = {
     "train": ("train", 201, 480, (96, 160, 256, 384)),
     "validation": ("validation", 202, 48, (160, 256, 384)),
     "test": ("test", 203, 64, (160, 256, 384)),
+    # For the thresholds of gates: no fit sees them, and no judgement either.
+    "gates": ("validation", 204, 240, (160, 256, 384)),
 }
 
 

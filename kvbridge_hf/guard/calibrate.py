@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ..handoff import HandoffPolicy, HandoffReport
 from ..handoff_repair import apply_native_parts
 from ..modeling_kvbridge import KVBridgeMapper
 from ..prompt_layout import left_aligned
-from .defaults import STATISTICS, GateDefaults, MagnitudeModel, SuffixModel
+from .defaults import SCORED, GateDefaults, MagnitudeModel, SuffixModel
 from .gates import FEW_TOKENS, HandoffGate, suffix_scores, token_norms
 from .likelihood import SuffixScores
 from .settings import Gates
@@ -29,8 +30,10 @@ TOKEN_QUANTILES = (0.001, 0.999)
 # Norms kept for a quantile, for each layer and kind.
 MAX_NORMS = 100_000
 MIN_ROWS = 20
+# In the units of a score's statistics, the distance from a median to the 95 % quantile.
+MIN_LIMIT = 0.5
 # With the source at hand every one of them is known.
-_PARTS = ("tokens", "nll", "source_nll", "divergence")
+_PARTS = ("tokens", "nll", "source_nll", "divergence", "reverse_divergence")
 
 
 @dataclass
@@ -66,8 +69,10 @@ def calibrate_gates(
         token_batches: as for [`fit_mapper`].
         num_native_suffix: last tokens that the target reads itself; None takes the mapper's own number. The likelihood
             gate needs two or more.
-        quantile: share of the calibration rows that each threshold lets pass. Two thresholds reject at most
-            `2 * (1 - quantile)` of such rows.
+        quantile: share of handoffs of the same kind that each threshold lets pass, in expectation over the rows drawn
+            (split conformal prediction: of n rows the threshold is the `ceil((n + 1) * quantile)`-th). Below
+            `quantile / (1 - quantile)` rows it is the largest, and lets fewer pass. Two thresholds reject at most
+            `2 * (1 - quantile)`.
         seed: of the cuts.
 
     Returns:
@@ -173,7 +178,7 @@ def _magnitude(found: _Observations, quantile: float) -> MagnitudeModel:
                 outside = int(((norms[row] < low) | (norms[row] > high)).sum())
                 shares.append(outside / len(norms[row]) if outside > FEW_TOKENS else 0.0)
             worst.append(max(shares))
-    limit = float(torch.quantile(torch.tensor(worst, dtype=torch.float64), quantile))
+    limit = conformal_quantile(torch.tensor(worst, dtype=torch.float64), quantile)
     # A limit of zero would make one token too many of three in any prompt a reason.
     return MagnitudeModel(ranges[::2], ranges[1::2], max(limit, 0.02))
 
@@ -181,20 +186,42 @@ def _magnitude(found: _Observations, quantile: float) -> MagnitudeModel:
 def _suffix(found: _Observations, quantile: float) -> SuffixModel | None:
     if not found.scores:
         return None
-    scores = SuffixScores(**{name: torch.cat([getattr(part, name) for part in found.scores]) for name in _PARTS})
+    parts = {name: torch.cat([getattr(part, name) for part in found.scores]) for name in _PARTS}
+    drifts = [part.drift for part in found.scores]
+    drift = None if any(part is None for part in drifts) else torch.cat(drifts)  # type: ignore[arg-type]
+    scores = SuffixScores(**parts, drift=drift)
     statistics = {}
-    for name in STATISTICS:
+    for name in SCORED:
+        if getattr(scores, name) is None:
+            continue  # nothing is repaired
         values = getattr(scores, name).double()
+        if name == "drift":
+            values = values[~values.isnan()]
+            if len(values) < MIN_ROWS:
+                continue
         if not bool(values.isfinite().all()):
             raise CalibrationError(f"The suffix's {name} is not finite on calibration text. Check both models first.")
         median, high = float(values.median()), float(torch.quantile(values, 0.95))
         statistics[name] = (median, max(high - median, 1e-3))
-    model = SuffixModel(statistics, max_score=0.0, num_tokens=int(scores.tokens.median()))
-    return replace(model, max_score=float(torch.quantile(model.score(scores), quantile)))
+    model = SuffixModel(statistics, 1.0, 1.0, num_tokens=int(scores.tokens.median()))
+    bare = model.total(scores, without_drift=True)
+    limits = {"limit_without_drift": conformal_quantile(bare, quantile)}
+    whole = model.total(scores)
+    whole = whole[~whole.isnan()]
+    limits["limit"] = conformal_quantile(whole, quantile) if "drift" in statistics else limits["limit_without_drift"]
+    # A limit of nothing, of a mapper that is exact, would make rounding a reason.
+    return replace(model, **{name: max(limit, MIN_LIMIT) for name, limit in limits.items()})
+
+
+def conformal_quantile(values: torch.Tensor, quantile: float) -> float:
+    """The value that a further one stays below or at with a probability of `quantile` or more (Vovk et al. 2005)."""
+    ordered = values.sort().values
+    return float(ordered[min(math.ceil((len(ordered) + 1) * quantile), len(ordered)) - 1])
 
 
 def _select(scores: SuffixScores, rows: torch.Tensor) -> SuffixScores:
-    return SuffixScores(**{name: getattr(scores, name)[rows] for name in _PARTS})
+    selected = {name: getattr(scores, name)[rows] for name in _PARTS}
+    return SuffixScores(**selected, drift=None if scores.drift is None else scores.drift[rows])
 
 
 def _quantiles(values: torch.Tensor) -> dict[str, float]:

@@ -11,36 +11,49 @@ import torch
 from ..errors import ArtifactError
 from .likelihood import SuffixScores
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class SuffixModel:
     """What suffix scores looked like in calibration, and the score that is made of them.
 
-    Each statistic (`nll`, `excess`, `divergence`) is measured in how far it lies above its calibrated median, in
-    units of the distance from the median to the 95 % quantile, and the score is the largest of them: 1 is what one
-    handoff in twenty reached in calibration by one statistic.
+    Each statistic is measured in how far it lies above its calibrated median, in units of the distance from the median
+    to the 95 % quantile, and these are summed. Divided by the sum that the wanted share of good handoffs stayed below,
+    this is the score: 1 is the calibrated threshold.
 
     Args:
         statistics: `{name: (median, distance)}`.
+        limit: sum of all statistics that the wanted share stayed below.
+        limit_without_drift: the same without `drift`, for handoffs without repair.
         max_score: score above which a handoff is rejected.
         num_tokens: scored tokens of a row in calibration. A mean over far fewer scatters more, so that rows with less
             than half of them are not judged.
     """
 
     statistics: dict[str, tuple[float, float]]
-    max_score: float
+    limit: float
+    limit_without_drift: float
     num_tokens: int
+    max_score: float = 1.0
 
     def score(self, scores: SuffixScores) -> torch.Tensor:
-        """`(batch,)`; NaN where a row has no scored tokens."""
-        found = []
+        """`(batch,)`; NaN where a row has no scored tokens, or where a statistic is not known."""
+        bare = self.total(scores, without_drift=True) / self.limit_without_drift
+        if "drift" not in self.statistics or scores.drift is None:
+            return bare
+        # A row without recomputed tokens has no drift.
+        return torch.where(scores.drift.isnan(), bare, self.total(scores) / self.limit)
+
+    def total(self, scores: SuffixScores, *, without_drift: bool = False) -> torch.Tensor:
+        """The sum of the scaled statistics, `(batch,)`."""
+        found = torch.zeros(len(scores.tokens), dtype=torch.float64)
         for name, (median, distance) in self.statistics.items():
             value = getattr(scores, name)
-            if value is not None:
-                found.append((value.double() - median) / distance)
-        return torch.stack(found).amax(0)
+            if name != "drift" or not without_drift:
+                missing = torch.full_like(found, torch.nan)
+                found += missing if value is None else (value.double() - median) / distance
+        return found
 
 
 @dataclass(frozen=True)
@@ -106,8 +119,10 @@ class GateDefaults:
                 if suffix is None
                 else SuffixModel(
                     statistics={name: _pair(row) for name, row in suffix["statistics"].items()},
-                    max_score=_number(suffix["max_score"]),
+                    limit=_number(suffix["limit"]),
+                    limit_without_drift=_number(suffix["limit_without_drift"]),
                     num_tokens=int(suffix["num_tokens"]),
+                    max_score=_number(suffix["max_score"]),
                 ),
                 quantile=_number(given["quantile"]),
                 rows=int(given["rows"]),
@@ -132,7 +147,9 @@ class GateDefaults:
 
 
 #: Statistics of [`SuffixScores`] that a score may be made of.
-STATISTICS = ("nll", "excess", "divergence")
+STATISTICS = ("nll", "excess", "divergence", "reverse_divergence", "drift")
+#: Those that it is made of. They need no labels: text that is rare and yet read well is no alarm. See docs/serve.md.
+SCORED = ("reverse_divergence", "drift")
 
 
 def _number(value: Any) -> float:
@@ -147,4 +164,4 @@ def _pair(row: Any) -> tuple[float, float]:
     return _number(low), _number(high)
 
 
-__all__ = ["STATISTICS", "GateDefaults", "MagnitudeModel", "SuffixModel"]
+__all__ = ["SCORED", "STATISTICS", "GateDefaults", "MagnitudeModel", "SuffixModel"]

@@ -26,8 +26,8 @@ Every event:
     rejected: whether a gate rejected the handoff.
     rows: for each row `kl` (mean KL(own prefill || handoff) over the compared columns, nats), `kl_last` (at the last
         column, which gives the first new token), `top1` (share of compared columns that agree on the likeliest token),
-        `columns` (how many), and the likelihood gate's `nll`, `source_nll`, `excess`, `divergence` and `score`, null
-        where they are not known.
+        `columns` (how many), and the likelihood gate's `nll`, `source_nll`, `excess`, `divergence`,
+        `reverse_divergence`, `drift` and `score`, null where they are not known.
 
 `switch`, one for each time a session brings a model up to date:
     status, tokens_mapped, tokens_native, times: as in `handoff`.

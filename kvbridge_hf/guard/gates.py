@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..errors import GenerateArgumentError, HandoffRejected
 from ..rotary import positions_from_mask
-from .defaults import GateDefaults, MagnitudeModel
+from .defaults import STATISTICS, GateDefaults, MagnitudeModel
 from .likelihood import SuffixScores, score_suffix, scored_columns
 from .peek import peek, run_columns
 from .settings import Gates
@@ -196,7 +196,8 @@ class HandoffGate:
             judged = enough & (2 * scores.tokens >= model.num_tokens)
             beyond |= judged & ~(score <= limit)  # a NaN score is no good score
             seen.update(score=_worst(score, judged), limit=limit, judged_rows=int(judged.sum()))
-        for name, value in (("nll", scores.nll), ("excess", scores.excess), ("divergence", scores.divergence)):
+        for name in STATISTICS:
+            value = getattr(scores, name)
             if value is None:
                 continue
             seen[name] = _worst(value, enough)
@@ -314,7 +315,8 @@ def suffix_scores(
             positions,
             keep,
         )
-    return score_suffix(log_probs, ids[:, first + 1 : last + 1], valid, source_log_probs)
+    scores = score_suffix(log_probs, ids[:, first + 1 : last + 1], valid, source_log_probs)
+    return replace(scores, drift=getattr(cache, "drift", None))
 
 
 def _worst(values: torch.Tensor, rows: torch.Tensor) -> float | None:

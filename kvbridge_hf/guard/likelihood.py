@@ -24,12 +24,17 @@ class SuffixScores:
         nll: mean negative log-likelihood of them under the handed-over cache, nats a token.
         source_nll: the source's, or None where it is not known.
         divergence: mean KL(source || target) of the next-token distributions at these columns, nats.
+        reverse_divergence: mean KL(target || source) there: how much the target expects that the source rules out.
+            The other direction is ruled by single tokens to which the target gives nearly no probability.
+        drift: how far mapped tokens moved when the target recomputed them, see [`RepairDrift`]; None without repair.
     """
 
     tokens: torch.Tensor
     nll: torch.Tensor
     source_nll: torch.Tensor | None = None
     divergence: torch.Tensor | None = None
+    reverse_divergence: torch.Tensor | None = None
+    drift: torch.Tensor | None = None
 
     @property
     def excess(self) -> torch.Tensor | None:
@@ -78,7 +83,8 @@ def score_suffix(
     if source.shape[-1] != log_probs.shape[-1]:
         size = min(source.shape[-1], log_probs.shape[-1])
         source, log_probs = source[..., :size].log_softmax(-1), log_probs[..., :size].log_softmax(-1)
-    return SuffixScores(count.cpu(), nll, source_nll, mean(divergence(source, log_probs)))
+    both = (mean(divergence(first, second)) for first, second in ((source, log_probs), (log_probs, source)))
+    return SuffixScores(count.cpu(), nll, source_nll, *both)
 
 
 def divergence(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

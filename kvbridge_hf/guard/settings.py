@@ -32,9 +32,10 @@ class Gates:
         magnitude: the norms of mapped keys and values stay in each layer's calibrated range.
         max_outside: the share of a row's tokens that may leave that range in the worst layer; None takes the mapper's
             own.
-        suffix_likelihood: the prompt's last tokens are not more surprising to the target than they were in
-            calibration.
-        max_suffix_score: the score (see [`SuffixModel`]) from which they are; None takes the mapper's own.
+        suffix_likelihood: what the target expects at the prompt's last tokens is as near to what the source expects
+            there, and what it recomputes is as near to what was mapped, as in calibration.
+        max_suffix_score: the score (see [`SuffixModel`]) above which it is not; None takes the mapper's own. 1 is the
+            calibrated threshold.
         max_nll, max_excess: limits of the same gate in nats a token, which need no calibration: mean negative
             log-likelihood of the suffix, and how far it exceeds the source's.
         latency_budget: seconds, by the host's clock, that a handoff may take until the target starts. It is asked

@@ -55,7 +55,7 @@ def shadow_rows(
     for row in range(len(compared["kl"])):
         entry: dict[str, Any] = {name: float(compared[name][row]) for name in ("kl", "kl_last", "top1")}
         entry["columns"] = int(compared["columns"][row])
-        for name in ("nll", "source_nll", "excess", "divergence"):
+        for name in ("nll", "source_nll", "excess", "divergence", "reverse_divergence", "drift"):
             values = None if scores is None else getattr(scores, name)
             entry[name] = None if values is None else float(values[row])
         entry["score"] = None if score is None else float(score[row])

@@ -1,0 +1,112 @@
+"""Calibrating the gates of a mapper that `kvbridge fit` has just saved, on sequences that the fit has not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..calibration.data import DataConfig, read_sequences
+from ..calibration.job import CalibrationJob
+from ..calibration.loading import load_model, load_tokenizer
+from ..modeling_kvbridge import KVBridgeMapper
+from .calibrate import calibrate_gates
+
+#: Fewer rows say nothing about one bad handoff in a hundred.
+MIN_UNSEEN = 100
+
+
+@dataclass
+class UnseenSequences:
+    """Token lists for the gates, and how many were left out because the fit had the very same ones."""
+
+    rows: list[list[int]]
+    duplicates: int = 0
+
+
+def unseen_sequences(data: DataConfig, used: int, count: int, tokenizer: Any, num_sinks: int = 0) -> UnseenSequences:
+    """The sequences that follow those of a fit in its data.
+
+    Args:
+        data: the fit's, or other.
+        used: first sequences of it that are the fit's own, held-out ones included: they have chosen layers.
+        count: wanted.
+        tokenizer, num_sinks: the fit's.
+    """
+    sequences, _ = read_sequences(replace(data, num_sequences=used + count), tokenizer, num_sinks)
+    seen: set[tuple[int, ...]] = set()
+    found = UnseenSequences([])
+    for number, sequence in enumerate(sequences):
+        tokens = tuple(sequence.tokens)
+        if number < used:
+            seen.add(tokens)
+        elif tokens in seen:
+            found.duplicates += 1
+        else:
+            found.rows.append(list(tokens))
+    return found
+
+
+def calibrate_after_fit(
+    job: CalibrationJob,
+    count: int,
+    *,
+    data: DataConfig | None = None,
+    device: torch.device | str = "cpu",
+    say: Callable[[str], Any] = print,
+) -> dict[str, Any] | None:
+    """Calibrate the gates of the mapper in `job.output` and save it again.
+
+    Args:
+        job: of the fit.
+        count: sequences to calibrate on.
+        data: where they are from, if not from the end of the fit's own data; then all of it may be used.
+        device: of the models.
+        say: called with what happened, in a line.
+
+    Returns:
+        `config.gates` of the mapper; None where there were not enough sequences, and the mapper is as it was.
+
+    Raises:
+        CalibrationError: the data cannot be used, or something is not finite on it.
+    """
+    mapper = KVBridgeMapper.from_pretrained(job.output)
+    if mapper.config.gates:
+        return mapper.config.gates
+    tokenizer = load_tokenizer(job, "target")
+    used = job.data.num_sequences if data is None else 0
+    found = unseen_sequences(data or job.data, used, count, tokenizer, mapper.config.num_sinks)
+    if len(found.rows) < MIN_UNSEEN:
+        more = f" ({found.duplicates} of them the fit had used)" if found.duplicates else ""
+        say(
+            f"The gates are not calibrated: behind the {used} sequences of the fit the data has "
+            f"{len(found.rows) + found.duplicates} more{more}, and {MIN_UNSEEN} are needed. Give other text with "
+            "--gate-dataset, or lower --num-sequences. A bridge then checks that caches are finite and nothing else."
+        )
+        return None
+    models = [load_model(job, role, torch.device(device)) for role in ("source", "target")]
+    batches = _batches(found.rows, job.batch_size)
+    gates = calibrate_gates(models[0], models[1], mapper.to(models[1].device), batches)
+    mapper.to("cpu").save_pretrained(job.output)
+    say(f"Gates calibrated on {gates['rows']} sequences that the fit had not used.")
+    return gates
+
+
+def _batches(rows: list[list[int]], batch_size: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of similar length side by side, padded on the right."""
+    rows = sorted(rows, key=len)
+    batches = []
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        ids = torch.zeros(len(part), len(part[-1]), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(part):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches
+
+
+__all__ = ["MIN_UNSEEN", "UnseenSequences", "calibrate_after_fit", "unseen_sequences"]
