@@ -11,13 +11,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-from .config_facts import text_config
+from .calibration.memory_plan import choose_plan, make_plan
+from .calibration.model_size import ModelSize, Workload, count_parameters
 from .errors import CalibrationError, FitConfigError, ModelNotFoundError
 from .geometry import KVGeometry, check_pair
+from .mappers.config import FitConfig
 from .published_models import published_config, published_names
 
 SUPPORTS = ("full_head", "head_local")
@@ -99,17 +100,6 @@ def mapper_size(source: KVGeometry, target: KVGeometry, support: str, top_k: int
     return MapperSize(features, outputs * features, outputs)
 
 
-def count_parameters(config: PreTrainedConfig) -> tuple[int, int]:
-    """Parameters of the text decoder's layers, and of the whole text model with tied embeddings counted once."""
-    text = text_config(config)
-    with torch.device("meta"):
-        decoder = AutoModel.from_config(text)
-    ends = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
-    embeddings = {id(p) for p in decoder.get_input_embeddings().parameters()}
-    body = sum(p.numel() for p in decoder.parameters() if id(p) not in embeddings)
-    return body, body + ends
-
-
 def plan_pair(
     source: Any,
     target: Any,
@@ -148,11 +138,12 @@ def plan_pair(
     check = check_pair(geometries["source"], geometries["target"])
     sizes = {name: mapper_size(geometries["source"], geometries["target"], name, top_k) for name in SUPPORTS}
     mapper_size(geometries["source"], geometries["target"], support, top_k)  # refuses an unknown support
-    parameters = {role: count_parameters(config) for role, config in configs.items()}
+    models = {role: ModelSize.of(config) for role, config in configs.items()}
+    parameters = {role: (model.body_parameters, model.parameters) for role, model in models.items()}
     chosen = sizes[support]
     plans = calibration_plans(
-        configs,
-        parameters,
+        models["source"],
+        models["target"],
         top_k,
         dtype=dtype,
         num_sequences=num_sequences,
@@ -192,8 +183,8 @@ def plan_pair(
 
 
 def calibration_plans(
-    configs: dict[str, PreTrainedConfig],
-    parameters: dict[str, tuple[int, int]],
+    source: ModelSize,
+    target: ModelSize,
     top_k: int,
     *,
     dtype: str,
@@ -207,18 +198,6 @@ def calibration_plans(
 
     A plan that does not fit the budget in any number of passes is given with the number that needs least memory.
     """
-    from .calibration.memory_plan import ModelSize, Workload, choose_plan, make_plan
-    from .mappers.config import FitConfig
-
-    source, target = (
-        ModelSize(
-            geometry=KVGeometry.from_config(configs[role]),
-            parameters=parameters[role][1],
-            body_parameters=parameters[role][0],
-            intermediate_size=getattr(text_config(configs[role]), "intermediate_size", 0) or 0,
-        )
-        for role in ("source", "target")
-    )
     work = Workload(num_sequences, sequence_length, batch_size, token_stride)
     rows = []
     for support in SUPPORTS:
@@ -329,3 +308,14 @@ def to_text(plan: dict[str, Any]) -> str:
         )
     lines.append("  plan a: one pass; b: blocks of target layers; c: the source's keys and values on disk first.")
     return "\n".join(lines)
+
+
+__all__ = [
+    "MapperSize",
+    "calibration_plans",
+    "count_parameters",
+    "load_config",
+    "mapper_size",
+    "plan_pair",
+    "to_text",
+]

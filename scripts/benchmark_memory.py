@@ -1,10 +1,11 @@
 """Resident memory of a calibration over few and over many sequences, beside what the plan said.
 
     python scripts/benchmark_memory.py --work FOLDER [--source FOLDER --target FOLDER] [--counts 64 1024]
+    python scripts/benchmark_memory.py --work FOLDER --layers 18 18 --counts 32 --plans a b c
 
-Each count runs `kvbridge fit` in a process of its own on random texts of the tokenizer's words. Without models a
-random pair of 6 and 8 layers with 4 KV heads of 64 is made. Prints the peak of each run, how far the largest is above
-the smallest, and how far the plan's figure is from the peak.
+Each plan and count runs `kvbridge fit` in a process of its own on random words of the tokenizer. Without models
+a random pair with 4 KV heads of 64 is made; with many layers its statistics are most of the memory. Prints the peak of
+each run, how far the largest of a plan is above the smallest, and how far the plan's figure is from the peak.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
-def write_random_pair(folder: Path) -> tuple[str, str]:
+def write_random_pair(folder: Path, layers: list[int]) -> tuple[str, str]:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -30,8 +31,8 @@ def write_random_pair(folder: Path) -> tuple[str, str]:
     core.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
-    for name, layers in (("source", 6), ("target", 8)):
-        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, head_dim=64, vocab_size=512, **sizes)
+    for name, count in zip(("source", "target"), layers, strict=True):
+        config = AutoConfig.for_model("qwen3", num_hidden_layers=count, head_dim=64, vocab_size=512, **sizes)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return str(folder / "source"), str(folder / "target")
@@ -54,32 +55,38 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--support", default="full_head")
-    parser.add_argument("--plan", default="a")
+    parser.add_argument("--weighting", default="uniform")
+    parser.add_argument("--plans", nargs="+", default=["a"])
+    parser.add_argument("--layers", type=int, nargs=2, default=[6, 8], help="Of the random pair.")
     arguments = parser.parse_args()
 
     arguments.work.mkdir(parents=True, exist_ok=True)
     source, target = arguments.source, arguments.target
     if source is None or target is None:
-        source, target = write_random_pair(arguments.work)
+        source, target = write_random_pair(arguments.work, arguments.layers)
     texts = arguments.work / "texts.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(target)
     write_texts(texts, tokenizer, max(arguments.counts), arguments.sequence_length)
-    peaks = []
-    for count in arguments.counts:
-        command = [sys.executable, "-m", "kvbridge_hf.cli", "fit", "--json", "--restart"]
-        command += ["--source", source, "--target", target, "--dataset", str(texts), "--num-sequences", str(count)]
-        command += ["--sequence-length", str(arguments.sequence_length), "--batch-size", str(arguments.batch_size)]
-        command += ["--support", arguments.support, "--plan", arguments.plan, "--set", "top_k=null"]
-        command += ["--output", str(arguments.work / f"mapper-{count}")]
-        finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        summary = json.loads(finished.stdout.splitlines()[-1])
-        peak, planned = summary["peak_memory"]["host"], summary["planned_memory"]
-        peaks.append(peak)
-        print(
-            f"{count:>6} sequences, {summary['input_tokens']} tokens: peak {peak / 2**20:.1f} MiB, planned "
-            f"{planned / 2**20:.1f} MiB ({100 * (planned / peak - 1):+.1f} %)"
-        )
-    print(f"Largest peak over the smallest: {100 * (max(peaks) / min(peaks) - 1):+.2f} %")
+    for plan in arguments.plans:
+        peaks = []
+        for count in arguments.counts:
+            command = [sys.executable, "-m", "kvbridge_hf.cli", "fit", "--json", "--restart"]
+            command += ["--source", source, "--target", target, "--dataset", str(texts), "--num-sequences", str(count)]
+            command += ["--sequence-length", str(arguments.sequence_length)]
+            command += ["--batch-size", str(arguments.batch_size), "--support", arguments.support]
+            command += ["--plan", plan, "--preset", "fast", "--selection", "r2", "--weighting", arguments.weighting]
+            command += ["--output", str(arguments.work / f"mapper-{plan}-{count}")]
+            finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            summary = json.loads(finished.stdout.splitlines()[-1])
+            peak, planned = summary["peak_memory"]["host"], summary["planned_memory"]
+            peaks.append(peak)
+            print(
+                f"plan {plan}, {count:>5} sequences, {summary['input_tokens']} tokens: peak {peak / 2**20:.1f} MiB, "
+                f"planned {planned / 2**20:.1f} MiB ({100 * (planned / peak - 1):+.1f} %)",
+                flush=True,
+            )
+        if len(peaks) > 1:
+            print(f"plan {plan}: largest peak over the smallest {100 * (max(peaks) / min(peaks) - 1):+.2f} %")
 
 
 if __name__ == "__main__":

@@ -3,17 +3,20 @@
     python scripts/benchmark_statistics.py                                  # random pair of Qwen3 0.6B's geometry
     python scripts/benchmark_statistics.py --source FOLDER --target FOLDER --sequence-length 256 --token-stride 1
 
-Prints seconds for one batch: the forwards of both models alone, the forwards with their content read out, and the
-whole with the statistics summed up; best of some rounds taken in turn, so that a slow moment of the machine meets all
-three. The last line is the cost of the statistics as a share of the forwards.
+Prints seconds for one batch: the forwards of both models alone, the forwards with their content read out, and the sums
+added. Each round does all three, so that a slow moment of the machine meets them alike; the last line is the cost of
+the statistics (reading out and adding) as a share of the forwards, the median over the rounds with the least and most.
+On a CPU seconds are those of all threads together, which other processes do not lengthen.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics as summary
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,16 +44,16 @@ def load(name: str | None, dtype: torch.dtype, device: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
 
 
-def seconds(function: Callable[[], None], device: str) -> float:
-    """On a CPU those of all its threads, which other processes do not lengthen; on a GPU those that pass."""
+def timed(function: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """Seconds that a call took, of the clock on a GPU and of all threads on a CPU; and what it returned."""
     clock = time.perf_counter if device == "cuda" else time.process_time
     if device == "cuda":
         torch.cuda.synchronize()
     start = clock()
-    function()
+    result = function()
     if device == "cuda":
         torch.cuda.synchronize()
-    return clock() - start
+    return clock() - start, result
 
 
 def main() -> None:
@@ -65,7 +68,7 @@ def main() -> None:
     parser.add_argument("--moments-dtype", default="float64")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -86,41 +89,40 @@ def main() -> None:
     vocabulary = min(source.geometry.vocab_size, target.geometry.vocab_size)
     shape = (arguments.batch_size, arguments.sequence_length)
     batch = Batch(torch.randint(3, vocabulary, shape), torch.ones(shape, dtype=torch.bool), torch.arange(shape[0]))
-    keep = kept_tokens(batch.attention_mask, config.num_sinks, config.token_stride)
+    kept = int(kept_tokens(batch.attention_mask, config.num_sinks, config.token_stride).sum())
 
     def forwards() -> None:
         with evaluating(*models):
             source.forward(batch)
             target.forward(batch)
 
-    def contents() -> None:
-        with evaluating(*models):
-            source.content(batch, keep)
-            target.content(batch, keep)
-
-    def whole() -> None:
-        accumulator.add(batch, accumulator.read(batch))
-
-    parts = {"forwards": forwards, "with contents": contents, "with statistics": whole}
-    times = {name: float("inf") for name in parts}
-    for round_number in range(arguments.rounds + 1):  # the first one warms up
-        for name, function in parts.items():
-            taken = seconds(function, arguments.device)
-            if round_number:
-                times[name] = min(times[name], taken)
-    overhead = times["with statistics"] / times["forwards"] - 1
+    rounds = []
+    for _ in range(arguments.rounds + 1):
+        alone, _ = timed(forwards, arguments.device)
+        read, found = timed(lambda: accumulator.read(batch), arguments.device)
+        add, _ = timed(lambda found=found: accumulator.add(batch, found), arguments.device)
+        rounds.append({"forwards": alone, "with contents": read, "sums": add, "overhead": (read + add) / alone - 1})
+    del rounds[0]  # it warmed up
+    table = {
+        name: {"median": summary.median(values), "least": min(values), "most": max(values)}
+        for name in rounds[0]
+        for values in [[entry[name] for entry in rounds]]
+    }
+    overhead = table.pop("overhead")
     result = {
         **{key: getattr(arguments, key) for key in ("support", "token_stride", "moments_dtype", "dtype", "device")},
         "source": arguments.source or "random Qwen3 0.6B geometry",
         "target": arguments.target or "random Qwen3 0.6B geometry",
         "tokens": shape[0] * shape[1],
-        "kept_tokens": int(keep.sum()),
+        "kept_tokens": kept,
         "threads": torch.get_num_threads(),
-        "seconds": times,
+        "rounds": len(rounds),
+        "seconds": table,
         "overhead": overhead,
     }
     print(json.dumps(result, indent=2))
-    print(f"Statistics cost {100 * overhead:.1f} % on top of the two models' forwards.")
+    median, least, most = (100 * overhead[name] for name in ("median", "least", "most"))
+    print(f"Statistics cost {median:.1f} % ({least:.1f} to {most:.1f} %) on top of the two models' forwards.")
 
 
 if __name__ == "__main__":

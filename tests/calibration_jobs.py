@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import tiny_model
 from tokenizers import Tokenizer
@@ -15,7 +20,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from kvbridge_hf.calibration.data import DataConfig, with_defaults
+from kvbridge_hf.calibration.data import DataConfig
+from kvbridge_hf.calibration.documents import with_defaults
 from kvbridge_hf.calibration.job import CalibrationJob
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
@@ -93,13 +99,18 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return max(float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
 
 
-def slow_down(seconds: float) -> None:
-    """Make every batch of this process take longer, so that there is a middle to be stopped in."""
+def slow_down(seconds: float, marker: Path | None = None) -> None:
+    """Make every batch of this process take longer, so that there is a middle to be stopped in.
+
+    `marker` with the process's number behind it is a file that is there from the first batch on.
+    """
     from kvbridge_hf.calibration import passes
 
     add = passes.Pass._add
 
     def slow_add(self: Any, batch: Any) -> None:
+        if marker is not None:
+            marker.with_name(f"{marker.name}-{os.getpid()}").touch()
         time.sleep(seconds)
         add(self, batch)
 
@@ -115,10 +126,67 @@ def run_in_child(job: CalibrationJob, seconds: float) -> None:
     run_calibration(job, progress=False, say=lambda text: None)
 
 
-def run_command_in_child(arguments: list[str], seconds: float) -> None:
-    """Target of a child process: `kvbridge fit` with its exit code."""
+def run_command_in_child(
+    arguments: list[str],
+    seconds: float,
+    rank: int = 0,
+    count: int = 1,
+    port: int = 0,
+    marker: Path | None = None,
+) -> None:
+    """Target of a child process: `kvbridge fit` with its exit code, as one of several that meet over gloo."""
     from kvbridge_hf.cli import main
 
     torch.set_num_threads(1)
-    slow_down(seconds)
+    slow_down(seconds, marker)
+    if count > 1:  # what a launcher sets
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(count),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
     raise SystemExit(main(["fit", *arguments]))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def forkserver() -> Any:
+    """A context whose children start with the imports done."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvbridge_hf.calibration.run", "kvbridge_hf.cli", "calibration_jobs"])
+    return context
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+def interrupted_run(job: CalibrationJob, monkeypatch: Any, after: int) -> None:
+    """Start a job and stop it after some batches, as a crash does: without a last state."""
+    from kvbridge_hf.calibration import passes
+    from kvbridge_hf.calibration.run import run_calibration
+
+    count = 0
+    add = passes.Pass._add
+
+    def crash(self: Any, batch: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise MemoryError("crash")
+        add(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(passes.Pass, "_add", crash)
+        with pytest.raises(MemoryError):
+            run_calibration(job, progress=False, say=lambda text: None)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from calibration_jobs import random_texts, word_tokenizer, write_jsonl
 
-from kvbridge_hf.calibration.data import DataConfig, DatasetSpec, leading_tokens, read_sequences, with_defaults
+from kvbridge_hf.calibration.data import DataConfig, leading_tokens, read_sequences
+from kvbridge_hf.calibration.documents import DatasetSpec, with_defaults
 from kvbridge_hf.calibration.sequences import SequenceStore, write_sequences
 from kvbridge_hf.errors import ArtifactError, CalibrationError
 

@@ -160,7 +160,7 @@ def test_drawn_keys_follow_the_sensitivity():
     query, key, value = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (2, 1, 1))
     mask = torch.ones(1, 6, dtype=torch.bool)
     columns = torch.full((1, 400), 5)
-    draws, weights, picked = draw_keys(query, key, value, 0.3, mask, mask, columns, columns > 0, generator)
+    draws, weights, picked = draw_keys(query, key, value, 0.3, mask, mask, columns, columns > 0, [generator])
     for head in range(2):
         a = torch.softmax(query[0, head, 5] @ key[0, 0].T * 0.3, -1)
         out = a @ value[0, 0]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import FitConfigError
-from ..fingerprint import model_fingerprint
+from ..fingerprint import model_fingerprint, tokenizer_fingerprint
 from ..geometry import KVGeometry
 from ..mappers.config import FitConfig
+from ..segment_boundaries import boundary_tokens
 from .layout import StatisticsLayout
 from .probe import probed
 from .statistics import COUNTS, CalibrationStatistics, Statistics
@@ -62,8 +65,7 @@ def new_statistics(
     layers: tuple[int, int] | None = None,
     *,
     device: torch.device | str = "cpu",
-    tokenizer_fingerprint: str | None = None,
-    dataset: Any = None,
+    info: Mapping[str, Any] | None = None,
 ) -> CalibrationStatistics:
     """Empty statistics of a pair.
 
@@ -72,7 +74,7 @@ def new_statistics(
         config: Settings.
         layers: First target layer of a block and the one behind its last; all by default.
         device: Of the moments.
-        tokenizer_fingerprint, dataset: For the provenance.
+        info: More for the provenance; see [`data_info`].
     """
     layout = StatisticsLayout.from_geometries(statistics_support(config), source.geometry, target.geometry)
     geometry = target.geometry.to_dict()
@@ -88,8 +90,7 @@ def new_statistics(
             "target_geometry": geometry,
             "source_fingerprint": source.fingerprint,
             "target_fingerprint": target.fingerprint,
-            "tokenizer_fingerprint": tokenizer_fingerprint,
-            "dataset": dataset,
+            **(data_info() if info is None else info),
             **{name: getattr(config, name) for name in SHAPING},
             **dict.fromkeys(COUNTS, 0),
             "max_positions": 0,
@@ -97,9 +98,34 @@ def new_statistics(
     )
 
 
+def data_info(tokenizer: Any = None, dataset: Any = None) -> dict[str, Any]:
+    """What statistics record of the tokenizer and the data.
+
+    Args:
+        tokenizer: The pair's, if it is known.
+        dataset: What the tokens are; JSON types.
+    """
+    info: dict[str, Any] = {"tokenizer_fingerprint": None, "dataset": dataset}
+    if tokenizer is not None:
+        info.update(tokenizer_fingerprint=tokenizer_fingerprint(tokenizer), boundary_tokens=boundary_tokens(tokenizer))
+    return info
+
+
 def heldout_rows(batch: Batch, config: FitConfig) -> torch.Tensor:
     """Which sequences are held out: by a hash of their tokens, so batches, order and processes do not matter."""
     return torch.tensor([value < config.heldout_fraction for value in batch.sequence_hashes(config.seed)])
+
+
+@contextmanager
+def fitted_part(batch: Batch, config: FitConfig) -> Iterator[Batch | None]:
+    """The sequences of a batch that are fitted; None if there are none. Errors name the rows of the whole batch."""
+    train = ~heldout_rows(batch, config)
+    try:
+        yield batch.select(train) if bool(train.any()) else None
+    except NonFiniteError as error:
+        bad = torch.zeros_like(train)
+        bad[train.nonzero()[:, 0][error.rows]] = True
+        raise NonFiniteError(str(error), bad) from error
 
 
 def _block(trace: Trace, first: int, last: int) -> Trace:
@@ -209,24 +235,17 @@ class SensitivityAccumulator:
                 tensor.zero_()
 
     def read(self, batch: Batch) -> tuple[Trace, tuple[torch.Tensor, torch.Tensor]] | None:
-        train = ~heldout_rows(batch, self.config)
-        if not bool(train.any()):
-            return None
-        rows = train.nonzero()[:, 0]
-        chosen = batch.select(train)
         config = self.config
-        keep = kept_tokens(chosen.attention_mask, config.num_sinks, config.token_stride)
-        try:
+        with fitted_part(batch, config) as chosen:
+            if chosen is None:
+                return None
+            keep = kept_tokens(chosen.attention_mask, config.num_sinks, config.token_stride)
             with evaluating(self.target.model):
                 source = self.contents.content(chosen, keep)
                 with probed(self.target, chosen, config.num_sinks) as result:
                     target = self.target.content(chosen, keep)
                 raw = result()
             self._check_finite(raw, chosen)
-        except NonFiniteError as error:
-            bad = torch.zeros(len(batch.input_ids), dtype=torch.bool)
-            bad[rows[error.rows]] = True
-            raise NonFiniteError(str(error), bad) from error
         first, last = self.layers
         weights = [kind[first:last].transpose(2, 3)[:, keep.to(kind.device)] for kind in raw]  # layers, N, heads
         return _block(join_contents(chosen, keep, source, target), first, last), (weights[0], weights[1])
@@ -255,6 +274,8 @@ __all__ = [
     "SensitivityAccumulator",
     "StatisticsAccumulator",
     "block_geometry",
+    "data_info",
+    "fitted_part",
     "heldout_rows",
     "new_statistics",
     "statistics_support",

@@ -11,25 +11,25 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..errors import CalibrationError, FitConfigError
-from ..fingerprint import tokenizer_fingerprint
 from ..geometry import check_pair
 from ..mappers.base import FitContext, FitData, get_fit
 from ..mappers.config import FitConfig
 from ..modeling_kvbridge import KVBridgeMapper
-from ..segment_boundaries import boundary_tokens
 from .accumulate import (
     SHAPING,
     ModelFacts,
     SensitivityAccumulator,
     StatisticsAccumulator,
+    data_info,
     heldout_rows,
     new_statistics,
 )
-from .metrics import MetricCollector, OutputMetrics
+from .metrics import MetricsAccumulator, OutputMetrics
+from .passes import Accumulator
 from .samples import Samples
 from .selection import Selection, select
 from .statistics import CalibrationStatistics
-from .traces import Batch, TracedModel, evaluating, read_batches, trace
+from .traces import Batch, TracedModel, read_batches, trace
 from .weighting import SensitivityMoments
 
 logger = logging.getLogger(__name__)
@@ -76,34 +76,43 @@ def fit_mapper(
             f"{reasons[0]} reads the data twice, but token_batches is an iterator and can be read once "
             "only. Pass a list, a dataset or a DataLoader."
         )
+    data = FitData(source_model, target_model, token_batches, progress)
     statistics = collect_statistics(
         source_model, target_model, token_batches, config, tokenizer=tokenizer, dataset=dataset, progress=progress
     )
-    sensitivity = None
+    more: dict[str, Any] = {}
     if config.weighting == "sensitivity":
-        sensitivity = collect_sensitivity(
-            source_model, target_model, token_batches, statistics, config, progress=progress
-        )
-    metrics = None
+        more["sensitivity"] = _Collection(data, config).sensitivity(statistics)
     if config.metric == "query":
-        metrics = collect_metrics(source_model, target_model, token_batches, config, progress=progress)
-    data = FitData(source_model, target_model, token_batches, progress)
-    mapper = fit_from_statistics(statistics, config, sensitivity=sensitivity, metrics=metrics, data=data)
-    if config.distillation is not None:
-        from ..mappers.distillation import distill  # transformers.Trainer is slow to import
+        more["metrics"] = _Collection(data, config).metrics()
+    return fit_and_distill(_context(statistics, config, data=data, **more), output_dir)
 
-        mapper = distill(
-            mapper,
-            source_model,
-            target_model,
-            token_batches,
-            config.distillation,
-            heldout_fraction=config.heldout_fraction,
-            seed=config.seed,
-            output_dir=output_dir,
-            progress=progress,
-        )
-    return mapper
+
+def fit_and_distill(context: FitContext, output_dir: Any = None) -> KVBridgeMapper:
+    """Fit from a context, and train on the target's predictions where the settings ask for it.
+
+    Args:
+        context: Of the fit; with its data where those are needed.
+        output_dir: See [`fit_mapper`].
+    """
+    config, data = context.config, context.data
+    mapper = get_fit(config.method).fit(context)
+    if config.distillation is None:
+        return mapper
+    from ..mappers.distillation import distill  # transformers.Trainer is slow to import
+
+    assert data is not None
+    return distill(
+        mapper,
+        data.source_model,
+        data.target_model,
+        data.token_batches,
+        config.distillation,
+        heldout_fraction=config.heldout_fraction,
+        seed=config.seed,
+        output_dir=output_dir,
+        progress=data.progress,
+    )
 
 
 def _reads_again(config: FitConfig) -> list[str]:
@@ -137,24 +146,8 @@ def collect_statistics(
     """
     config = fit_config or FitConfig()
     check_pair(source_model, target_model).raise_if_unfit()
-    source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
-    config.resolve_top_k(source.geometry.num_layers)
-    statistics = new_statistics(
-        ModelFacts.of(source_model),
-        ModelFacts.of(target_model),
-        config,
-        device=statistics_device(target),
-        tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-        dataset=dataset,
-    )
-    contents = target if source_model is target_model else source
-    accumulator = StatisticsAccumulator(statistics, contents, target, config, (0, target.geometry.num_layers))
-    info = statistics.info
-    if tokenizer is not None:
-        info["boundary_tokens"] = boundary_tokens(tokenizer)
-    for batch in _checked_batches(token_batches, source, target, config, "statistics", progress, info):
-        accumulator.add(batch, accumulator.read(batch))
-    return statistics
+    collection = _Collection(FitData(source_model, target_model, token_batches, progress), config)
+    return collection.statistics(data_info(tokenizer, dataset))
 
 
 def collect_sensitivity(
@@ -173,15 +166,8 @@ def collect_sensitivity(
         statistics: Of the first pass.
         fit_config: Settings of the fit.
     """
-    config, selection = _select(statistics, fit_config)
-    source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
-    products = getattr(torch, config.moments_dtype)
-    sensitivity = SensitivityMoments(statistics.layout, selection, config.support, statistics_device(target), products)
-    layers = (0, target.geometry.num_layers)
-    accumulator = SensitivityAccumulator(sensitivity, source, target, config, layers)
-    for batch in _checked_batches(token_batches, source, target, config, "sensitivity", progress):
-        accumulator.add(batch, accumulator.read(batch))
-    return sensitivity
+    data = FitData(source_model, target_model, token_batches, progress)
+    return _Collection(data, fit_config).sensitivity(statistics)
 
 
 def collect_metrics(
@@ -198,14 +184,7 @@ def collect_metrics(
         source_model, target_model, token_batches, progress: As in the first pass; see [`fit_mapper`].
         fit_config: Settings of the fit.
     """
-    source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
-    collector = MetricCollector(target, fit_config.num_sinks, seed=fit_config.seed)
-    for batch in _checked_batches(token_batches, source, target, fit_config, "metrics", progress):
-        train = ~heldout_rows(batch, fit_config)
-        if bool(train.any()):
-            with evaluating(target_model):
-                collector.update(batch.select(train))
-    return collector.result()
+    return _Collection(FitData(source_model, target_model, token_batches, progress), fit_config).metrics()
 
 
 def collect_samples(
@@ -222,15 +201,7 @@ def collect_samples(
         source_model, target_model, token_batches, progress: As in the first pass; see [`fit_mapper`].
         fit_config: Settings of the fit; at most `max_samples` tokens each are kept.
     """
-    source, target = TracedModel(source_model, "source"), TracedModel(target_model, "target")
-    parts = [Samples.empty(fit_config.max_samples, fit_config.seed) for _ in range(2)]
-    for batch in _checked_batches(token_batches, source, target, fit_config, "samples", progress):
-        found = trace(source, target, batch, fit_config.num_sinks, fit_config.token_stride)
-        in_heldout = heldout_rows(batch, fit_config)[found.rows]
-        for part, chosen in zip(parts, (~in_heldout, in_heldout), strict=True):
-            if bool(chosen.any()):
-                part.update(found.select(chosen))
-    return parts[0], parts[1]
+    return _Collection(FitData(source_model, target_model, token_batches, progress), fit_config).samples()
 
 
 def fit_from_statistics(
@@ -250,16 +221,27 @@ def fit_from_statistics(
         metrics: From [`collect_metrics`], for `metric="query"`.
         data: The pair and its data, for a method that trains on samples.
     """
-    config, selection = _select(statistics, fit_config or FitConfig())
+    context = _context(statistics, fit_config or FitConfig(), sensitivity, metrics, data)
+    return get_fit(context.config.method).fit(context)
+
+
+def _context(
+    statistics: CalibrationStatistics,
+    config: FitConfig,
+    sensitivity: SensitivityMoments | None = None,
+    metrics: OutputMetrics | None = None,
+    data: FitData | None = None,
+) -> FitContext:
+    """All that a fit is made from, with its layers selected; refuses what does not belong together."""
+    config, selection = _select(statistics, config)
     if sensitivity is not None:
         sensitivity.check(selection.layers, selection.heads)
-    method = get_fit(config.method)
-    if method.needs_data and data is None:
+    if get_fit(config.method).needs_data and data is None:
         raise FitConfigError(
             f"method={config.method!r} trains on the data itself: use fit_mapper, or pass data=FitData(source, "
             "target, token_batches)."
         )
-    return method.fit(FitContext(statistics, config, selection, sensitivity, metrics, data))
+    return FitContext(statistics, config, selection, sensitivity, metrics, data)
 
 
 def _select(statistics: CalibrationStatistics, config: FitConfig) -> tuple[FitConfig, Selection]:
@@ -275,39 +257,77 @@ def _select(statistics: CalibrationStatistics, config: FitConfig) -> tuple[FitCo
         return config, select(statistics, config)
 
 
-def _checked_batches(
-    token_batches: Iterable[Any],
-    source: TracedModel,
-    target: TracedModel,
-    config: FitConfig,
-    label: str,
-    progress: bool,
-    info: dict[str, Any] | None = None,
-) -> Iterator[Batch]:
-    """Batches of sequences that have tokens behind the sinks, with a progress bar."""
-    vocab_size = min(source.geometry.vocab_size, target.geometry.vocab_size)
-    try:
-        total = len(token_batches)  # type: ignore[arg-type]
-    except TypeError:
-        total = None
-    bar = tqdm(total=total, desc=label, unit="batch", disable=None if progress else True)
-    with bar:
-        for batch in read_batches(token_batches, vocab_size):
-            usable = batch.lengths > config.num_sinks
-            if not bool(usable.all()):
-                if config.short_sequences == "error":
-                    row = int((~usable).nonzero()[0])
-                    raise CalibrationError(
-                        f"Sequence {int(batch.numbers[row])} has {int(batch.lengths[row])} tokens, and the first "
-                        f"num_sinks={config.num_sinks} of each sequence are kept out of the fit, so nothing is left "
-                        "of it. Leave such sequences out, set short_sequences='skip', or lower num_sinks."
-                    )
-                if info is not None:
-                    info["skipped_sequences"] += int((~usable).sum())
-                batch = batch.select(usable)
-            if len(batch.input_ids):
-                yield batch
-            bar.update(1)
+class _Collection:
+    """Both models over all batches, once for each thing that is collected."""
+
+    def __init__(self, data: FitData, config: FitConfig):
+        self.data, self.config = data, config
+        self.source = TracedModel(data.source_model, "source")
+        self.target = TracedModel(data.target_model, "target")
+        self.layers = (0, self.target.geometry.num_layers)
+
+    def statistics(self, info: dict[str, Any]) -> CalibrationStatistics:
+        self.config.resolve_top_k(self.source.geometry.num_layers)
+        source, target = ModelFacts.of(self.data.source_model), ModelFacts.of(self.data.target_model)
+        statistics = new_statistics(source, target, self.config, device=statistics_device(self.target), info=info)
+        contents = self.target if self.data.source_model is self.data.target_model else self.source
+        accumulator = StatisticsAccumulator(statistics, contents, self.target, self.config, self.layers)
+        self._run("statistics", accumulator, statistics.info)
+        return statistics
+
+    def sensitivity(self, statistics: CalibrationStatistics) -> SensitivityMoments:
+        config, selection = _select(statistics, self.config)
+        products = getattr(torch, config.moments_dtype)
+        device = statistics_device(self.target)
+        moments = SensitivityMoments(statistics.layout, selection, config.support, device, products)
+        self._run("sensitivity", SensitivityAccumulator(moments, self.source, self.target, config, self.layers))
+        return moments
+
+    def metrics(self) -> OutputMetrics:
+        accumulator = MetricsAccumulator(self.target, self.config)
+        self._run("metrics", accumulator)
+        return accumulator.result()
+
+    def samples(self) -> tuple[Samples, Samples]:
+        config = self.config
+        parts = [Samples.empty(config.max_samples, config.seed) for _ in range(2)]
+        for batch in self._batches("samples"):
+            found = trace(self.source, self.target, batch, config.num_sinks, config.token_stride)
+            in_heldout = heldout_rows(batch, config)[found.rows]
+            for part, chosen in zip(parts, (~in_heldout, in_heldout), strict=True):
+                if bool(chosen.any()):
+                    part.update(found.select(chosen))
+        return parts[0], parts[1]
+
+    def _run(self, label: str, accumulator: Accumulator, info: dict[str, Any] | None = None) -> None:
+        for batch in self._batches(label, info):
+            accumulator.add(batch, accumulator.read(batch))
+
+    def _batches(self, label: str, info: dict[str, Any] | None = None) -> Iterator[Batch]:
+        """Batches of sequences that have tokens behind the sinks, with a progress bar; `info` counts the others."""
+        config = self.config
+        vocab_size = min(self.source.geometry.vocab_size, self.target.geometry.vocab_size)
+        try:
+            total = len(self.data.token_batches)  # type: ignore[arg-type]
+        except TypeError:
+            total = None
+        with tqdm(total=total, desc=label, unit="batch", disable=None if self.data.progress else True) as bar:
+            for batch in read_batches(self.data.token_batches, vocab_size):
+                usable = batch.lengths > config.num_sinks
+                if not bool(usable.all()):
+                    if config.short_sequences == "error":
+                        row = int((~usable).nonzero()[0])
+                        raise CalibrationError(
+                            f"Sequence {int(batch.numbers[row])} has {int(batch.lengths[row])} tokens, and the first "
+                            f"num_sinks={config.num_sinks} of each sequence are kept out of the fit, so nothing is "
+                            "left of it. Leave such sequences out, set short_sequences='skip', or lower num_sinks."
+                        )
+                    if info is not None:
+                        info["skipped_sequences"] += int((~usable).sum())
+                    batch = batch.select(usable)
+                if len(batch.input_ids):
+                    yield batch
+                bar.update(1)
 
 
 def check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
@@ -352,6 +372,8 @@ __all__ = [
     "collect_samples",
     "collect_sensitivity",
     "collect_statistics",
+    "fit_and_distill",
     "fit_from_statistics",
     "fit_mapper",
+    "statistics_device",
 ]

@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 
 from ..errors import CalibrationError
 from ..geometry import KVGeometry
 from ..mappers.config import FitConfig
 from .accumulate import statistics_support
 from .layout import KINDS, StatisticsLayout, identity_blocks
+from .model_size import ModelSize, Workload
 from .moments import CHUNK_BYTES
 from .processes import divide
 
@@ -24,69 +23,8 @@ DESCRIPTIONS = {
     "c": "the source's content on disk first, then the target",
 }
 FLOAT64 = 8
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """A model from its config alone.
-
-    Attributes:
-        geometry (`KVGeometry`): Of its cache.
-        parameters (`int`): Of the whole model.
-        body_parameters (`int`): Without input embeddings and language modelling head: those that multiply.
-        intermediate_size (`int`): Widest activation of a layer.
-    """
-
-    geometry: KVGeometry
-    parameters: int
-    body_parameters: int
-    intermediate_size: int
-
-    @classmethod
-    def of(cls, config: Any) -> ModelSize:
-        """Count the parameters of an empty model; nothing is downloaded."""
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        ends = {
-            id(part.weight): part.weight
-            for part in (model.get_input_embeddings(), model.get_output_embeddings())
-            if part is not None
-        }
-        outside = sum(weight.numel() for weight in ends.values())
-        width = max(
-            (
-                p.shape[0]
-                for p in model.parameters()
-                if p.ndim == 2 and p.shape[0] != config.get_text_config().vocab_size
-            ),
-            default=0,
-        )
-        return cls(KVGeometry.from_config(config), parameters, parameters - outside, width)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is run over the models.
-
-    Attributes:
-        sequences, sequence_length, batch_size, token_stride (`int`): Of the data.
-        weight_bytes (`int`): Bytes of one model weight.
-        processes (`int`): They share the sequences; each holds the models and the statistics.
-    """
-
-    sequences: int
-    sequence_length: int
-    batch_size: int = 8
-    token_stride: int = 1
-    num_sinks: int = 4
-    weight_bytes: int = 2
-    processes: int = 1
-
-    @property
-    def kept_tokens(self) -> int:
-        """Of one sequence."""
-        return max(0, -(-(self.sequence_length - self.num_sinks) // self.token_stride))
+# Metrics of keys and values, and what adding them up holds beside them.
+METRIC_COPIES = 4
 
 
 @dataclass(frozen=True)
@@ -180,16 +118,20 @@ def make_plan(
         "sensitivity": _sensitivity_bytes(layout, config, -(-layers // max(1, sensitivity_blocks)))
         if sensitive
         else 0,
+        "metrics": METRIC_COPIES * FLOAT64 * target.geometry.num_layers * layout.target_heads * layout.target_dim**2
+        if config.metric == "query"
+        else 0,
         "working": max(_batch_bytes(source, target, layout, work, name), _solve_bytes(layout, config)),
     }
-    passes = len(blocks) * (1 + (sensitivity_blocks if sensitive else 0))
+    with_source = len(blocks) * (1 + (sensitivity_blocks if sensitive else 0))
+    passes = with_source + (config.metric == "query")
     kept = work.sequences * work.kept_tokens
     disk = 2 * parts["statistics"] * work.processes + 4 * work.sequences * work.sequence_length
     if name == "c":
         width = source.geometry.num_layers * source.geometry.num_kv_heads * source.geometry.head_dim
         disk += 4 * len(KINDS) * width * kept
     read = work.sequences * work.sequence_length
-    source_reads = 1 if name == "c" else passes
+    source_reads = 1 if name == "c" else with_source
     forwards = 2.0 * read * (source_reads * source.body_parameters + passes * target.body_parameters)
     moments = sum(
         2.0 * kept * len(KINDS) * len(layout.groups) * layout.features * (layout.features + outputs)
@@ -274,6 +216,7 @@ def choose_plan(
     wanted: str = "auto",
     blocks: int | None = None,
     base: int = 0,
+    divisible: bool = True,
 ) -> MemoryPlan:
     """The plan with the fewest passes that fits.
 
@@ -282,12 +225,13 @@ def choose_plan(
         budget: Bytes of one process; None takes the first plan that is allowed.
         wanted: `"auto"`, or one of the plans.
         blocks: Blocks of target layers, where the user says so (plans b and c).
+        divisible: False where all target layers are fitted together, so that there are no blocks.
 
     Raises:
         CalibrationError: nothing fits; says what the smallest plan needs.
     """
     layers = target.geometry.num_layers
-    names = PLANS if wanted == "auto" else (wanted,)
+    names = [name for name in PLANS if divisible or name != "b"] if wanted == "auto" else [wanted]
     smallest: MemoryPlan | None = None
     for name in names:
         counts = [1] if name == "a" else sorted({-(-layers // size) for size in range(1, layers + 1)})
@@ -295,6 +239,8 @@ def choose_plan(
             counts = [count for count in counts if count > 1]
         if blocks is not None and name != "a":
             counts = [min(blocks, layers)]
+        elif not divisible:
+            counts = [1]
         for count in counts:
             width = -(-layers // count)
             for inner in sorted({-(-width // size) for size in range(1, width + 1)}):
@@ -303,7 +249,7 @@ def choose_plan(
                     smallest = plan
                 if budget is None or plan.peak <= budget:
                     return plan
-                if config.weighting != "sensitivity":
+                if config.weighting != "sensitivity" or not divisible:
                     break
     assert smallest is not None and budget is not None
     raise CalibrationError(
@@ -323,4 +269,4 @@ def free_memory(device: torch.device) -> int | None:
     return int(psutil.virtual_memory().available)
 
 
-__all__ = ["MemoryPlan", "ModelSize", "Workload", "choose_plan", "free_memory", "gib", "make_plan"]
+__all__ = ["MemoryPlan", "choose_plan", "free_memory", "gib", "make_plan"]

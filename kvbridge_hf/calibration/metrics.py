@@ -9,6 +9,7 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import nn
 from ..attention_outputs import output_projections
 from ..config_facts import text_config
 from ..errors import CalibrationError, UnsupportedModelError
+from ..mappers.config import FitConfig
 from ..rotary import positions_from_mask
+from .accumulate import fitted_part
 from .probe import _Probe, _probing, boundary_columns
-from .traces import Batch, TracedModel
+from .traces import Batch, NonFiniteError, TracedModel, evaluating
 
 # Keys that are drawn for each query; the mean over many queries is what counts.
 DRAWS = 4
@@ -42,6 +45,10 @@ class OutputMetrics:
         """`(2 * target_heads, dim, dim)`: keys, then values."""
         return torch.cat([self.keys[layer], self.values[layer]])
 
+    def of_target_layers(self, first: int, last: int) -> OutputMetrics:
+        """Those of some target layers."""
+        return OutputMetrics(self.keys[first:last], self.values[first:last])
+
 
 def normalised(metric: torch.Tensor, floor: float = 1e-3) -> torch.Tensor:
     """Scale metrics `(..., d, d)` to trace `d` and add a share of the identity, so that no direction is free.
@@ -55,31 +62,42 @@ def normalised(metric: torch.Tensor, floor: float = 1e-3) -> torch.Tensor:
     return (1 - floor) * 0.5 * (scaled + scaled.mT) + floor * eye
 
 
-class MetricCollector:
-    """Sums up the query metric of a target over batches.
+class MetricsAccumulator:
+    """Sums up the query metric of a target over the sequences that are fitted.
+
+    The draws of a sequence follow from its tokens and the seed, so batches, order and processes do not matter.
 
     Args:
         target: The model.
-        num_sinks: First tokens that are not mapped.
+        config: Settings of the fit.
         boundaries: Queries looked at per sequence.
-        seed: Of the draws.
     """
 
-    def __init__(self, target: TracedModel, num_sinks: int = 0, boundaries: int = 32, seed: int = 0):
-        self.target, self.num_sinks, self.boundaries = target, num_sinks, boundaries
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, target: TracedModel, config: FitConfig, boundaries: int = 32):
+        self.target, self.config, self.boundaries = target, config, boundaries
         geometry = target.geometry
         shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
         self.keys = torch.zeros(shape, dtype=torch.float64)
 
-    @torch.no_grad()
-    def update(self, batch: Batch) -> None:
-        """Add sequences."""
-        columns, present = boundary_columns(batch.attention_mask, self.num_sinks, self.boundaries)
-        implementation = text_config(self.target.model.config)._attn_implementation or "eager"
-        probe = _QueryProbe(implementation, batch.attention_mask, columns, present)
-        probe.collector = self
-        probe.positions = positions_from_mask(batch.attention_mask.long())
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"metrics": {"keys": self.keys}}
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.keys.zero_()
+
+    def read(self, batch: Batch) -> torch.Tensor | None:
+        """What the batch adds to the metrics of all layers."""
+        with fitted_part(batch, self.config) as chosen, evaluating(self.target.model):
+            return None if chosen is None else self._moments(chosen)
+
+    def _moments(self, batch: Batch) -> torch.Tensor:
+        probe = _QueryProbe(self.target, batch, self.config, self.boundaries)
         with _probing(self.target.model, probe):
             self.target.forward(batch)
         if len(probe.found) != self.target.geometry.num_layers:
@@ -87,6 +105,17 @@ class MetricCollector:
                 f"{type(self.target.model).__name__} does not use Transformers' attention interface, so its queries "
                 "cannot be read. Fit with metric='identity'."
             )
+        for layer, rows in sorted(probe.bad.items()):
+            if bool(rows.any()):
+                raise NonFiniteError(
+                    f"The target's queries of layer {layer} are NaN or Inf in sequence {int(batch.numbers[rows][0])}.",
+                    rows,
+                )
+        return torch.stack([probe.moments[layer] for layer in range(self.target.geometry.num_layers)])
+
+    def add(self, batch: Batch, found: torch.Tensor | None) -> None:
+        if found is not None:
+            self.keys.add_(found)
 
     def result(self) -> OutputMetrics:
         """The metrics; the values' follow from the weights alone."""
@@ -94,26 +123,37 @@ class MetricCollector:
 
 
 class _QueryProbe(_Probe):
-    collector: MetricCollector
-    positions: torch.Tensor
+    """Notes the query metric of every layer during one forward."""
+
+    def __init__(self, target: TracedModel, batch: Batch, config: FitConfig, boundaries: int):
+        columns, present = boundary_columns(batch.attention_mask, config.num_sinks, boundaries)
+        implementation = text_config(target.model.config)._attn_implementation or "eager"
+        super().__init__(implementation, batch.attention_mask, columns, present)
+        self.rotary, self.num_sinks = target.rotary, config.num_sinks
+        self.positions = positions_from_mask(batch.attention_mask.long())
+        seeds = [int(share * 2**62) for share in batch.sequence_hashes(config.seed)]
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.moments: dict[int, torch.Tensor] = {}
+        self.bad: dict[int, torch.Tensor] = {}
 
     def note(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: Any) -> None:
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         mask, columns, present = (tensor.to(key.device) for tensor in self.places)
-        sinks = self.positions.to(key.device) < self.collector.num_sinks
+        positions = self.positions.to(key.device)
+        eligible = mask & (positions >= self.num_sinks)
         draws, weights, picked = draw_keys(
-            query, key, value, scaling, mask & ~sinks, mask, columns, present, self.collector.generator
+            query, key, value, scaling, eligible, mask, columns, present, self.generators
         )
         layer = module.layer_idx
-        positions = self.positions.to(key.device)
         batch, heads, count, dim = picked.shape
         # Each draw stands in a column of its own, with the position of its key: the model's own rotation, undone.
         flat = picked.reshape(batch * heads * count, 1, 1, dim)
         where = positions.gather(1, draws.reshape(batch, -1)).reshape(-1, 1)
-        framed = self.collector.target.rotary.strip(flat, where, layer).reshape(batch, heads, count, dim).double()
-        moment = torch.einsum("bhcd,bhc,bhce->hde", framed, weights.double(), framed)
-        self.collector.keys[layer] += moment.cpu()
+        framed = self.rotary.strip(flat, where, layer).reshape(batch, heads, count, dim).double()
+        self.moments[layer] = torch.einsum("bhcd,bhc,bhce->hde", framed, weights.double(), framed).cpu()
+        finite = torch.isfinite(framed).flatten(1).all(dim=1) & torch.isfinite(weights).flatten(1).all(dim=1)
+        self.bad[layer] = ~finite.cpu()
         self.found[layer] = (weights, weights)
 
 
@@ -126,7 +166,7 @@ def draw_keys(
     attention_mask: torch.Tensor,
     columns: torch.Tensor,
     present: torch.Tensor,
-    generator: torch.Generator,
+    generators: Sequence[torch.Generator],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw keys of a layer for its queries, by how much an error in them would move the attention's output.
 
@@ -136,7 +176,7 @@ def draw_keys(
         eligible (`(B, T)`): Tokens that may be drawn.
         attention_mask (`(B, T)`): Tokens that are there.
         columns, present (`(B, J)`): Of the queries.
-        generator: Of the draws.
+        generators: Of the draws, one for each row.
 
     Returns:
         Columns of the keys, weights and queries: `(B, H, C)`, `(B, H, C)`, `(B, H, C, d)` with `C` queries of the
@@ -160,7 +200,8 @@ def draw_keys(
     sensitivity = weights.square() * distance * before * scaling**2
     total = sensitivity.sum(-1)
     # Inverse of the distribution function; the same draws on every device.
-    uniform = torch.rand((*total.shape, DRAWS), generator=generator).to(key.device)
+    shape = (*total.shape[1:], DRAWS)
+    uniform = torch.stack([torch.rand(shape, generator=generator) for generator in generators]).to(key.device)
     cumulative = sensitivity.cumsum(-1)
     draws = torch.searchsorted(cumulative, uniform * total.unsqueeze(-1)).clamp(max=tokens - 1)
     draws = draws.flatten(2)
@@ -188,4 +229,4 @@ def value_metrics(target: TracedModel) -> torch.Tensor:
     return found
 
 
-__all__ = ["MetricCollector", "OutputMetrics", "draw_keys", "normalised", "value_metrics"]
+__all__ = ["MetricsAccumulator", "OutputMetrics", "draw_keys", "normalised", "value_metrics"]

@@ -19,7 +19,6 @@ from .layout import StatisticsLayout
 from .selection import Selection
 from .statistics import CalibrationStatistics, Statistics
 from .storage import load_folder, save_folder
-from .weighting import SensitivityMoments
 
 INDEX_NAME = "part.json"
 PARAMETERS = ("key_weight", "value_weight", "key_bias", "value_bias")
@@ -27,14 +26,14 @@ PARAMETERS = ("key_weight", "value_weight", "key_bias", "value_bias")
 BY_KIND = ("r2", "heldout_r2")
 
 
+def needs_pair(config: FitConfig) -> bool:
+    """Whether a fit needs the two models and the data, so that it goes on in one process and with both in memory."""
+    return get_fit(config.method).needs_data or config.distillation is not None
+
+
 def is_divisible(config: FitConfig) -> bool:
     """Whether each target layer can be fitted without the others, and from statistics alone."""
-    return (
-        config.method == "ridge"
-        and config.layer_budget is None
-        and config.metric == "identity"
-        and config.distillation is None
-    )
+    return config.method == "ridge" and config.layer_budget is None and not needs_pair(config)
 
 
 def of_target_layers(statistics: CalibrationStatistics, first: int, last: int) -> CalibrationStatistics:
@@ -51,14 +50,30 @@ def of_target_layers(statistics: CalibrationStatistics, first: int, last: int) -
     return CalibrationStatistics(parts[0], parts[1], info)
 
 
-def fit_part(
-    statistics: CalibrationStatistics,
-    config: FitConfig,
-    selection: Selection,
-    sensitivity: SensitivityMoments | None = None,
-) -> KVBridgeMapper:
-    """Fit the target layers of some statistics, with a selection made before."""
-    return get_fit(config.method).fit(FitContext(statistics, config, selection, sensitivity))
+def fit_part(context: FitContext, first: int, last: int, offset: int = 0) -> KVBridgeMapper:
+    """Fit some target layers, with a selection made before.
+
+    Args:
+        context: Of these target layers and others.
+        first, last: Which of its target layers, the last one excluded.
+        offset: Number of its first target layer in the target, for the metrics, which are of all layers.
+    """
+    selection = context.selection
+    small = Selection(
+        selection.layers[first:last],
+        None if selection.heads is None else selection.heads[first:last],
+        selection.scores[first:last],
+        selection.scored_on,
+    )
+    sensitivity, metrics = context.sensitivity, context.metrics
+    part = FitContext(
+        of_target_layers(context.statistics, first, last),
+        context.config,
+        small,
+        None if sensitivity is None else sensitivity.of_target_layers(first, last),
+        None if metrics is None else metrics.of_target_layers(offset + first, offset + last),
+    )
+    return get_fit(context.config.method).fit(part)
 
 
 def part_folder(parent: Path, first: int, last: int) -> Path:
@@ -124,4 +139,13 @@ def _join_facts(fits: list[dict[str, Any]]) -> dict[str, Any]:
 PER_LAYER = ("sensitivity_uniform_share", "penalties")
 
 
-__all__ = ["assemble", "fit_part", "has_part", "is_divisible", "of_target_layers", "part_folder", "save_part"]
+__all__ = [
+    "assemble",
+    "fit_part",
+    "has_part",
+    "is_divisible",
+    "needs_pair",
+    "of_target_layers",
+    "part_folder",
+    "save_part",
+]

@@ -19,6 +19,7 @@ from accelerate.utils import find_executable_batch_size
 
 from ..errors import ArtifactError, CalibrationError
 from .interruption import StopRequest
+from .progress import Progress
 from .sequences import SequenceStore
 from .storage import load_into, save_folder
 from .traces import Batch, NonFiniteError
@@ -202,8 +203,37 @@ class Pass:
         return True if again else bool(done)
 
 
+@dataclass
+class PassRunner:
+    """Runs the passes of one process over its share of the sequences.
+
+    Attributes:
+        store (`SequenceStore`): The sequences.
+        numbers (`np.ndarray`): This process's share, in the order in which it reads them.
+        settings (`PassSettings`): How.
+        progress (`Progress`): Told of every pass.
+        bad (`dict[int, str]`): Sequences left out so far: number -> message.
+    """
+
+    store: SequenceStore
+    numbers: np.ndarray
+    settings: PassSettings
+    progress: Progress
+    bad: dict[int, str] = field(default_factory=dict)
+
+    def run(self, name: str, accumulator: Accumulator, folder: Path | None, numbers: np.ndarray | None = None) -> None:
+        """Run a pass; see [`Pass`]."""
+        numbers = self.numbers if numbers is None else numbers
+        self.progress.start(name, int(self.store.lengths[numbers].sum()))
+        try:
+            bad = Pass(name, accumulator, self.store, numbers, folder, self.settings).run()
+        finally:
+            self.progress.stop()
+        self.bad.update({entry["number"]: entry["message"] for entry in bad})
+
+
 def _rng() -> dict[str, torch.Tensor]:
     return {"torch": torch.get_rng_state()}
 
 
-__all__ = ["Accumulator", "Pass", "PassSettings"]
+__all__ = ["Accumulator", "Pass", "PassRunner", "PassSettings"]
