@@ -14,8 +14,11 @@ import argparse
 import hashlib
 import json
 import os
+import random
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_ques
 from kvbridge_hf.fingerprint import model_fingerprint
 from kvbridge_hf.guard.settings import Gates
 from kvbridge_hf.mappers.config import DistillationConfig, FitConfig
+from kvbridge_hf.mappers.distillation import distill
+from kvbridge_hf.mappers.shared_space import fit_shared_space
+from kvbridge_hf.segment_boundaries import boundary_tokens
 
 PAIRS = ("s-to-m", "m-to-l", "l-to-s", "w-to-m", "m-to-m-diary")
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +43,7 @@ FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 QUICK_FRACTIONS = (0.05, 0.1, 0.15, 0.3, 1.0)
 CHOICES = ("question", "source_attention", "question+source_attention", "target_attention", "surprise", "sensitivity")
 CHOICES += ("recency", "random")
+DISTILLATION_FIELDS = {entry.name for entry in fields(DistillationConfig)}
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     texts: int | None = None  # calibration texts; None: all of the run's
     controls: tuple[str, ...] = ()
+    lookups: int = 0  # texts with questions from train worlds, for a training on lookups
+    shared_width: int | None = None  # of a space that the two models share, instead of a fit of their own
 
 
 def preset(name: str, source_layers: int, quick: bool) -> dict[str, Any]:
@@ -85,6 +94,7 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
         rows.append(Case("layers", f"lowest {layers} native", base, {"native_layers": layers, "native_fraction": 0.0}))
     for suffix in (1, 8, 16, 32):
         rows.append(Case("suffix", str(suffix), base, {"num_native_suffix": suffix, "native_fraction": 0.0}))
+    rows += method_cases(fitted, quick)
     if quick:
         return rows
     for sinks in (0, 1, 4, 8):
@@ -109,6 +119,75 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
     }
     rows += [Case("variant", name, fitted(**changes)) for name, changes in variants.items()]
     return rows
+
+
+def method_cases(fitted: Callable[..., dict[str, Any]], quick: bool) -> list[Case]:
+    """Every method alone and with the repair of `"default"`, all with two source layers at most and the same texts.
+
+    Trainings are short, of equal steps and with a fixed rate; half of the lookups' steps are on running text where the
+    row does not say otherwise.
+    """
+    two = {"top_k": 2, "weighting": "uniform", "native_fraction": 0.0}
+    steps, count = (120, 400) if quick else (1500, 4000)
+    training = {"steps": steps, "learning_rate": 1e-3, "evaluations": 3, "validation_sequences": 24}
+
+    def trained(method: str = "ridge", **changes: Any) -> dict[str, Any]:
+        own = {name: changes.pop(name) for name in tuple(changes) if name in DISTILLATION_FIELDS}
+        config = {**training, "lookup_fraction": 0.75, "precondition": method != "fuser", **own}
+        return fitted(**{**two, "method": method, "weighting": "sensitivity", **changes}, distillation=config)
+
+    both = {"method": "anchored", "anchors": ["layer0", "embedding"]}
+    rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "linear": (fitted(**two), {}),
+        "linear, sensitivity": (fitted(**{**two, "weighting": "sensitivity"}), {}),
+        "anchors: layer 0": (fitted(**two, method="anchored"), {}),
+        "anchors: embedding": (fitted(**two, method="anchored", anchors=["embedding"]), {}),
+        "anchors: both": (fitted(**{**two, **both}), {}),
+        "anchors: both, sensitivity": (fitted(**{**two, **both, "weighting": "sensitivity"}), {}),
+        "linear, trained on text": (trained(lookup_fraction=0.0), {}),
+        "linear, trained on lookups": (trained(), {"lookups": count}),
+        "linear, trained on lookups with repair": (trained(native_fraction=0.15), {"lookups": count}),
+        "anchors: both, trained on lookups": (trained(**both), {"lookups": count}),
+        "causal layer, trained on lookups": (trained("causal"), {"lookups": count}),
+        "fuser (pays the prefill)": (
+            trained("fuser", weighting="uniform", kl_weight=0.0, nll_weight=1.0, lookup_fraction=1.0),
+            {"lookups": count},
+        ),
+        "low rank, half the weights": (fitted(**two, method="low_rank", rank_budget=0.5), {}),
+        "MLP residual, 256": (fitted(**two, method="mlp", mlp_hidden=(256,), mlp_epochs=5), {}),
+        "MLP plain, 256": (fitted(**two, method="mlp", mlp_hidden=(256,), mlp_epochs=5, mlp_residual=False), {}),
+        "shared space, width 128": (fitted(**two), {"shared_width": 128}),
+    }
+    policies = {"": {"native_fraction": 0.0}, ", repair": {"native_fraction": 0.15, "repair": "question"}}
+    return [
+        Case("methods", f"{name}{suffix}", fit, policy, **more)
+        for name, (fit, more) in rows.items()
+        for suffix, policy in policies.items()
+    ]
+
+
+def lookup_texts(tokenizer: Any, count: int, seed: int = 0, questions: int = 6) -> list[dict[str, Any]]:
+    """Texts of train worlds with questions about them and their answers, as `distill(lookups=...)` takes them."""
+    sys.path.insert(0, str(FAMILY))
+    from corpus import Writer
+
+    rng = random.Random(seed)
+    texts: list[dict[str, Any]] = []
+    while len(texts) < count:
+        length = rng.choice((96, 160, 224))
+        writer = Writer(rng, "train", 3, rng.randint(4, min(9, 3 + length // 40)))
+        writer.tell(length)
+        told = len(writer.segments)
+        for _ in range(questions):
+            writer.ask()
+        ids = tokenizer(" ".join(text for text, _ in writer.segments[:told]))["input_ids"]
+        boundary, answers = len(ids), [False] * len(ids)
+        for text, is_answer in writer.segments[told:]:
+            more = tokenizer(f" {text}", add_special_tokens=False)["input_ids"]
+            ids, answers = ids + more, answers + [is_answer] * len(more)
+        if len(ids) > boundary:
+            texts.append({"input_ids": ids, "boundary": boundary, "answers": answers})
+    return texts
 
 
 class Pair:
@@ -140,21 +219,47 @@ class Pair:
         """Digest of all that a result depends on but the code."""
         data = [self.args.split, len(self.judge.questions), len(self.judge.documents), len(self.texts), case.texts]
         parts = [self.facts, data, case.fit, case.policy, case.controls, seed]
+        parts += [case.lookups, case.shared_width] if case.lookups or case.shared_width else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
     def mapper(self, case: Case, seed: int) -> tuple[KVBridgeMapper, float]:
         """The fitted mapper and the seconds that the fit took."""
-        key = json.dumps([case.fit, case.texts, seed], sort_keys=True, default=list)
+        key = json.dumps([case.fit, case.texts, seed, case.lookups, case.shared_width], sort_keys=True, default=list)
         if key not in self._mappers:
             texts = self.texts[: case.texts]
             batches = [self.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
             config = FitConfig.from_dict(case.fit).replace(seed=seed)
             started = time.perf_counter()
-            mapper = fit_mapper(
-                self.source, self.target, batches, config, tokenizer=self.tokenizer, dataset="tinytown/train"
-            )
+            mapper = self._fit(case, config, batches)
             self._mappers[key] = mapper, time.perf_counter() - started
         return self._mappers[key]
+
+    def _fit(self, case: Case, config: FitConfig, batches: list[torch.Tensor]) -> KVBridgeMapper:
+        if case.shared_width is not None:
+            models = {"source": self.source, "target": self.target}
+            natives = {"num_sinks": config.num_sinks, "num_native_suffix": config.num_native_suffix}
+            space = fit_shared_space(models, batches, case.shared_width, tokenizer=self.tokenizer, **natives)
+            mapper = space.mapper("source", "target")
+            mapper.config.boundary_tokens = boundary_tokens(self.tokenizer)
+            return mapper
+        training = config.distillation if case.lookups else None
+        if training is not None:
+            config = config.replace(distillation=None)
+        mapper = fit_mapper(
+            self.source, self.target, batches, config, tokenizer=self.tokenizer, dataset="tinytown/train"
+        )
+        if training is None:
+            return mapper
+        return distill(
+            mapper,
+            self.source,
+            self.target,
+            batches,
+            training,
+            lookups=lookup_texts(self.tokenizer, case.lookups, config.seed),
+            heldout_fraction=config.heldout_fraction,
+            seed=config.seed,
+        )
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
         """Fit, hand over, judge."""
@@ -175,7 +280,12 @@ class Pair:
             "split": self.args.split,
             "policy": case.policy,
             "fit": case.fit,
-            "calibration_tokens": mapper.config.fit["tokens"],
+            "calibration_tokens": mapper.config.fit.get("tokens"),
+            "distillation": {
+                name: value
+                for name, value in (mapper.config.fit.get("distillation") or {}).items()
+                if name in ("start_kl", "kl", "objective")
+            },
             "bytes": sum(tensor.numel() * tensor.element_size() for tensor in mapper.parameters()),
             "fit_seconds": round(seconds, 1),
             "judge_seconds": round(time.perf_counter() - started, 1),
@@ -202,6 +312,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="folder of the models (the bundled ones by default)")
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
     parser.add_argument("--groups", nargs="+", help="only these groups of rows")
+    parser.add_argument("--rows", nargs="+", help="only rows whose names start with one of these")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--questions", type=int, help="at most so many")
@@ -229,6 +340,8 @@ def main() -> None:
                 for case in cases(*pair.layers, args.quick):
                     key = pair.key(case, seed)
                     if key in results["results"] or (args.groups and case.group not in args.groups):
+                        continue
+                    if args.rows and not case.name.startswith(tuple(args.rows)):
                         continue
                     if deadline is not None and time.monotonic() > deadline:
                         continue

@@ -24,6 +24,7 @@ TITLES = {
     "lambda": "Ridge penalty",
     "calibration": "Calibration texts",
     "variant": "Variants of the fit",
+    "methods": "Methods, alone and with the repair of `default`",
 }
 NOTES = {
     "fraction": "`native parts only` hides the mapped tokens from the target: what the map adds is the difference.",

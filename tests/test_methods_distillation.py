@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from kvbridge_hf.errors import CalibrationError, FitConfigError
 from kvbridge_hf.mappers import distillation_run
 from kvbridge_hf.mappers.config import DistillationConfig, FitConfig
 from kvbridge_hf.mappers.distillation import Student, distill
-from kvbridge_hf.mappers.distillation_data import StepBatches, sequences_of, validation_batches
+from kvbridge_hf.mappers.distillation_data import (
+    Lookup,
+    StepBatches,
+    lookup_batch,
+    sequences_of,
+    split_lookups,
+    text_question,
+    validation_batches,
+)
 from kvbridge_hf.mappers.functional import FunctionalHandoff, frozen, mean_kl
 from kvbridge_hf.mappers.learning_rate import search_learning_rate
 from kvbridge_hf.mappers.preconditioning import covariance_of, plain_state, precondition
@@ -44,6 +53,13 @@ def run(pair, start, tmp=None, batches=BATCHES, **overrides):
     return distill(start, *pair, batches, config, heldout_fraction=0.3, output_dir=tmp, progress=False)
 
 
+def spoiled(mapper):
+    """With halved tensors, so that there is something to learn."""
+    half = type(mapper)(mapper.config)
+    half.load_state_dict({name: 0.5 * t if t.is_floating_point() else t for name, t in mapper.state_dict().items()})
+    return half.eval()
+
+
 def validation_kl(pair, mapper, config=None) -> float:
     """The KL on the held-out sequences, from the pieces and not from what a distillation says of itself."""
     config = config or DistillationConfig(**SHORT)
@@ -53,10 +69,7 @@ def validation_kl(pair, mapper, config=None) -> float:
 
 
 def test_training_lowers_the_kl_and_says_what_it_did(pair, start):
-    closed_form, start = start, type(start)(start.config)
-    start.load_state_dict(
-        {name: 0.5 * t if t.is_floating_point() else t for name, t in closed_form.state_dict().items()}
-    )
+    start = spoiled(start)
     before = {name: p.clone() for name, p in start.named_parameters()}
     frozen_before = [p.clone() for model in pair for p in model.parameters()]
     mapper = run(pair, start, steps=12, seeds=(0, 1), learning_rate=1e-2)
@@ -259,6 +272,134 @@ def test_only_the_mapper_is_a_part_of_the_student(pair, start):
     assert {name.partition(".")[0] for name in student.state_dict()} == {"mapper"}
 
 
+# ---- lookups and repair ---------------------------------------------------------------------------------------------
+
+
+def a_lookup(seed: int, text: int = 14, asked: int = 8) -> dict:
+    ids = tokens(1, text + asked, seed)[0]
+    return {"input_ids": ids, "boundary": text, "answers": [False] * (text + asked - 2) + [True] * 2}
+
+
+LOOKUPS = [a_lookup(100 + seed, 12 + seed % 4) for seed in range(24)]
+
+
+def test_texts_of_lookups_end_in_one_column_and_answers_ask_nothing():
+    batch, boundary, question = lookup_batch([Lookup.of(a_lookup(1, 9)), Lookup.of(a_lookup(2, 12, 5))])
+    assert boundary == 12 and batch.input_ids.shape == (2, 20)
+    assert batch.attention_mask[0].tolist() == [False] * 3 + [True] * 17
+    assert batch.attention_mask[1].tolist() == [True] * 17 + [False] * 3
+    assert torch.equal(batch.input_ids[0, 3:], a_lookup(1, 9)["input_ids"])
+    assert question[0].nonzero()[:, 0].tolist() == list(range(12, 18))
+    assert question[1].nonzero()[:, 0].tolist() == list(range(12, 15))
+    with pytest.raises(CalibrationError, match="questions from token 14"):
+        Lookup.of({"input_ids": torch.ones(14), "boundary": 14})
+
+
+def test_questions_about_one_text_are_not_divided():
+    text = a_lookup(3)["input_ids"][:14]
+    same = [{**a_lookup(3), "input_ids": torch.cat([text, tokens(1, 8, seed)[0]])} for seed in range(9)]
+    for seed in range(4):
+        training, heldout = split_lookups([*same, *LOOKUPS], 0.5, seed)
+        for part in (training, heldout):
+            assert sum(torch.equal(one.ids[:14], text) for one in part) in (0, 9)
+
+
+def test_steps_take_turns_between_text_and_lookups():
+    config = DistillationConfig(**SHORT, lookup_fraction=0.75, native_fraction=0.2)
+    lookups = [Lookup.of(item) for item in LOOKUPS]
+    batches = StepBatches(list(tokens(12, 24)), config, 16, 0, lookups)
+    asked = [step for step in range(16) if bool(batches[step]["question"][:, int(batches[step]["boundary"]) :].any())]
+    assert len(asked) == 12 == sum(batches.asks) and asked == [s for s in range(16) if batches.asks[s]]
+    fractions = [float(batches[step]["native_fraction"]) for step in range(16)]
+    for kind in (asked, [step for step in range(16) if step not in asked]):
+        assert [fractions[step] for step in kind] == pytest.approx([0, 0.2] * (len(kind) // 2))
+    text = next(step for step in range(16) if not batches.asks[step])
+    mask, boundary = batches[text]["question"], int(batches[text]["boundary"])
+    assert mask[0].nonzero()[:, 0].tolist() == list(range(max(boundary - 8, 0), boundary))
+
+
+@pytest.mark.parametrize("rate", [1e-2, 50.0])
+def test_on_lookups_with_repair_it_never_ends_above_its_start_either(pair, start, rate, tmp_path):
+    """By the KL on held-out lookups and text, with and without repair, computed here from the pieces."""
+    start = spoiled(start)
+    config = DistillationConfig(
+        **SHORT,
+        steps=16,
+        learning_rate=rate,
+        evaluations=4,
+        lookup_fraction=0.5,
+        native_fraction=0.3,
+        validation_sequences=8,
+        max_grad_norm=1.0 if rate < 1 else 1e9,
+    )
+    mapper = distill(
+        start, *pair, BATCHES, config, lookups=LOOKUPS, heldout_fraction=0.3, output_dir=tmp_path, progress=False
+    )
+    facts = mapper.config.fit["distillation"]
+    handoff = FunctionalHandoff(*pair, 1, 2)
+    _, held = sequences_of(read_batches(BATCHES, VOCAB), 0.3, 0)
+    _, asked = split_lookups(LOOKUPS, 0.3, 0)
+    texts = validation_batches(held, replace(config, validation_sequences=4), 0)
+    items = [(batch, at, text_question(batch, at)) for batch, at in texts]
+    rows = sorted(asked[:4], key=lambda lookup: len(lookup.ids))
+    items += [lookup_batch(rows[:4])]
+    found = {}
+    for name, one in (("start", start), ("end", mapper)):
+        total = count = 0.0
+        for item in items:
+            for share in (0.0, 0.3):
+                with torch.no_grad():
+                    kl, there = handoff.continuation_kl(one, *item, share)
+                total, count = total + float(kl.double().sum()), count + float(there.sum())
+        found[name] = total / count
+    assert facts["start_kl"] == pytest.approx(found["start"], rel=1e-5)
+    assert facts["kl"] == pytest.approx(found["end"], rel=1e-5)
+    assert found["end"] <= found["start"] * (1 + 1e-6) and facts["training_lookups"] == len(LOOKUPS) - len(asked)
+    if rate < 1:
+        assert found["end"] < found["start"]
+    settings = {"heldout_fraction": 0.3, "output_dir": tmp_path, "progress": False}
+    with pytest.raises(CalibrationError, match="other .*data"):
+        distill(start, *pair, BATCHES, config, lookups=[*LOOKUPS[:-1], a_lookup(500)], **settings)
+
+
+def test_lookups_that_are_asked_for_have_to_be_there(pair, start):
+    with pytest.raises(FitConfigError, match="lookups="):
+        run(pair, start, lookup_fraction=0.5)
+    with pytest.raises(FitConfigError, match="lookup_fraction"):
+        DistillationConfig(lookup_fraction=1.5)
+
+
+def test_the_tokens_own_loss_can_be_trained_on_and_is_then_what_counts(pair):
+    """A fuser starts as the target's own cache, where KL has nothing to teach."""
+    config = FitConfig(method="fuser", fuser_width=8, top_k=1, num_sinks=1, num_native_suffix=2, heldout_fraction=0.3)
+    fuser = fit_mapper(*pair, BATCHES, config, progress=False)
+    assert validation_kl(pair, fuser) < 1e-6
+    trained = run(pair, fuser, steps=12, learning_rate=3e-3, kl_weight=0.0, nll_weight=1.0)
+    facts = trained.config.fit["distillation"]
+    assert facts["objective"].endswith("nll") and facts["kl"] < facts["start_kl"]
+    _, held = sequences_of(read_batches(BATCHES, VOCAB), 0.3, 0)
+    total = count = 0.0
+    for batch, at in validation_batches(held, DistillationConfig(**SHORT), 0):
+        with torch.no_grad():
+            logits = pair[1](batch.input_ids, attention_mask=batch.attention_mask.long()).logits.double()
+        losses = -logits.log_softmax(-1)[:, at - 1 : -1].gather(-1, batch.input_ids[:, at:, None])[..., 0]
+        total += float(losses[batch.attention_mask[:, at:]].sum())
+        count += int(batch.attention_mask[:, at:].sum())
+    assert facts["start_kl"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["causal", "anchored"])
+def test_what_stands_beside_a_linear_map_is_trained_with_it(pair, method):
+    config = FitConfig(method=method, causal_width=8, causal_heads=2, top_k=1, num_sinks=1, heldout_fraction=0.3)
+    start = spoiled(fit_mapper(*pair, BATCHES, config, progress=False))
+    trained = run(pair, start, steps=16, evaluations=4, learning_rate=1e-2)
+    facts = trained.config.fit["distillation"]
+    assert facts["kl"] < facts["start_kl"] and trained.state_dict().keys() == start.state_dict().keys()
+    changed = {name for name, p in trained.named_parameters() if not torch.equal(p, start.get_parameter(name))}
+    assert {"key_weight", "value_weight"} <= changed
+    assert method == "anchored" or {"trunk_in", "trunk_qkv", "trunk_o", "value_out"} <= changed
+
+
 # ---- white coordinates ----------------------------------------------------------------------------------------------
 
 
@@ -295,6 +436,22 @@ def test_white_coordinates_change_the_path_and_not_the_start(pair, support, tmp_
     assert validation_kl(pair, trained) <= validation_kl(pair, start)
     again = run(pair, start, tmp_path, steps=4, precondition=True)
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), again.parameters(), strict=True))
+
+
+def test_anchors_have_white_coordinates_too(pair):
+    config = FitConfig(method="anchored", anchors=("embedding",), top_k=1, num_sinks=1, heldout_fraction=0.3)
+    start = fit_mapper(*pair, BATCHES, config, progress=False)
+    handoff = FunctionalHandoff(*pair, 1, 2)
+    batches = list(read_batches(BATCHES, VOCAB))
+    contents = [handoff.read_source(batch, 20, handoff.extras(start, batch, 20)) for batch in batches]
+    root = covariance_of(start, 1, contents)[0, 1, 0].double()
+    layer = start.config.selected_layers[1][0]
+    embedded = [pair[1].model.embed_tokens.weight[batch.input_ids[:, 1:20]].detach() for batch in batches]
+    keys = [content.keys(layer)[:, :, 1:].transpose(1, 2).flatten(2) for content in contents]
+    rows = torch.cat([torch.cat(parts, -1).flatten(0, 1) for parts in zip(keys, embedded, strict=True)]).double()
+    covariance = (rows - rows.mean(0)).T @ (rows - rows.mean(0)) / len(rows)
+    covariance = covariance / covariance.diagonal().mean() + 1e-4 * torch.eye(len(covariance))
+    torch.testing.assert_close(root @ covariance @ root, torch.eye(len(root)).double(), atol=1e-3, rtol=0)
 
 
 def test_white_coordinates_are_for_affine_maps(pair):

@@ -10,8 +10,9 @@ from kvbridge_hf.cache_argument import cache_kwargs
 from kvbridge_hf.calibration.driver import fit_mapper
 from kvbridge_hf.calibration.traces import Batch, read_batches
 from kvbridge_hf.generation_kvbridge import HandoffPolicy, KVBridge
+from kvbridge_hf.guard.settings import Gates
 from kvbridge_hf.mappers.config import FitConfig
-from kvbridge_hf.mappers.functional import FunctionalHandoff, draw_boundary, frozen
+from kvbridge_hf.mappers.functional import FunctionalHandoff, draw_boundary, frozen, nll_on_tokens
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
 
 
@@ -111,3 +112,70 @@ def test_boundaries_are_drawn_from_the_seed_alone_and_leave_both_sides():
     boundaries = {boundary for _, boundary in draws}
     assert min(boundaries) >= 6 and max(boundaries) <= 18 and len(boundaries) > 8
     assert all(4 <= cut.input_ids.shape[1] - boundary <= 7 for cut, boundary in draws)
+
+
+# ---- repair while training ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("boundary_tokens", [[], [7, 8, 9, 10, 11, 12]])
+def test_a_repaired_handoff_is_the_real_one(pair, mapper, boundary_tokens):
+    """Of a prompt whose question is what the cache does not cover; answers come after it and choose nothing."""
+    source, target = pair
+    batch, prompt = batch_of([30, 26], "left"), 26
+    mapper.config.boundary_tokens = boundary_tokens
+    policy = HandoffPolicy(
+        num_sinks=2, num_native_suffix=6, native_fraction=0.3, repair="question", question_tokens=1, gates=Gates.off()
+    )
+    mask = batch.attention_mask.long()
+    bridge = KVBridge(source, mapper, policy)
+    cache = bridge.handoff(batch.input_ids[:, :prompt], mask[:, :prompt], target_model=target)
+    mapper.config.boundary_tokens = []
+    handoff = FunctionalHandoff(source, target, 2, 6, boundary_tokens=boundary_tokens)
+    question = torch.zeros_like(batch.attention_mask)
+    question[:, 20:prompt] = True
+    own = handoff.read_target(batch)
+    with torch.no_grad():
+        entries, _ = handoff.hand_over(mapper, batch, prompt, own, question, 0.3)
+    plain, _ = handoff.hand_over(mapper, batch, prompt, own)
+    there = batch.attention_mask[:, None, :20, None]
+    for (keys, values), layer, untouched in zip(entries, cache.layers, plain, strict=True):
+        torch.testing.assert_close(keys * there, layer.keys * there, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values * there, layer.values * there, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(values, untouched[1])
+
+
+def test_gradients_pass_the_repair(pair, mapper):
+    source, target = pair
+    handoff, batch = FunctionalHandoff(source, target, 1, 2), batch_of([20])
+    question = torch.zeros_like(batch.attention_mask)
+    question[:, 12:14] = True
+    arguments = (batch, 14, question, 0.4)
+    mapper.zero_grad()
+    with frozen(source, target):
+        handoff.continuation_kl(mapper, *arguments)[0].sum().backward()
+        gradient = mapper.value_bias.grad.clone()
+        step = 1e-2 * gradient / gradient.norm()
+        values = []
+        with torch.no_grad():
+            for sign in (1, -2, 1):
+                mapper.value_bias.add_(sign * step)
+                values.append(float(handoff.continuation_kl(mapper, *arguments)[0].double().sum()))
+    assert (values[0] - values[1]) / (2 * 1e-2) == pytest.approx(float(gradient.norm()), rel=3e-2)
+    mapper.zero_grad()
+
+
+def test_with_every_token_repaired_nothing_is_lost(pair, mapper):
+    batch = batch_of([18, 15], "left")
+    question = torch.ones_like(batch.attention_mask)
+    kl, _ = FunctionalHandoff(*pair, 1, 1).continuation_kl(mapper, batch, 12, question, 1.0)
+    assert float(kl.detach().abs().max()) < 1e-5
+
+
+def test_the_loss_of_tokens_is_their_surprise():
+    batch = batch_of([9, 7])
+    logits = torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(1))
+    found, there = nll_on_tokens(logits, batch, 5)
+    for row, length in ((0, 4), (1, 2)):
+        expected = -logits[row].double().log_softmax(-1)[torch.arange(4), batch.input_ids[row, 5:]]
+        torch.testing.assert_close(found[row, :length].double(), expected[:length], atol=1e-5, rtol=1e-5)
+        assert int(there[row].sum()) == length and float(found[row, length:].abs().sum()) == 0

@@ -58,17 +58,9 @@ class _Anchored(MapperMethod):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mapped = []
         for kind, read in kinds_of(source):
-            features = grouped_features(mapper, target_layer, read)  # B, 1 or H_t, T, F
-            parts = [features]
-            for anchor in self.anchors:
-                if anchor == "layer0":
-                    states = source.extra(f"anchor_{kind}s").transpose(1, 2).flatten(2)
-                else:
-                    states = source.extra("anchor_embeddings")
-                states = states.to(features).unsqueeze(1)
-                parts.append(states.expand(-1, features.shape[1], -1, -1))
+            features = with_anchors(grouped_features(mapper, target_layer, read), source, kind, self.anchors)
             weight = getattr(mapper, f"{kind}_weight")[target_layer]
-            features = torch.cat(parts, dim=-1).expand(-1, weight.shape[0], -1, -1)
+            features = features.expand(-1, weight.shape[0], -1, -1)
             mapped.append(map_head_local(features, weight, getattr(mapper, f"{kind}_bias")[target_layer]))
         return mapped[0], mapped[1]
 
@@ -76,6 +68,18 @@ class _Anchored(MapperMethod):
         """The map, and layer 0's projections of every token (of a prompt's repeated ones they run once)."""
         own = layer0_flops(mapper.config.target_geometry) if "layer0" in self.anchors else 0.0
         return own + 2.0 * (mapper.key_weight.numel() + mapper.value_weight.numel())
+
+
+def with_anchors(features: torch.Tensor, source: SourceContent, kind: str, anchors: tuple[str, ...]) -> torch.Tensor:
+    """Features `(B, groups, T, F)` of one kind with the anchors beside them."""
+    parts = [features]
+    for anchor in anchors:
+        if anchor == "layer0":
+            states = source.extra(f"anchor_{kind}s").transpose(1, 2).flatten(2)
+        else:
+            states = source.extra("anchor_embeddings")
+        parts.append(states.to(features).unsqueeze(1).expand(-1, features.shape[1], -1, -1))
+    return torch.cat(parts, dim=-1)
 
 
 @register_method
@@ -257,4 +261,4 @@ def _regression(
     return torch.cat(xs), torch.cat(ys)
 
 
-__all__ = ["RUNTIMES", "AnchoredFit", "AnchoredMethod", "anchor_widths", "layer0_flops"]
+__all__ = ["RUNTIMES", "AnchoredFit", "AnchoredMethod", "anchor_widths", "layer0_flops", "with_anchors"]

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from ..attention_outputs import recorded_attention
 from ..calibration.traces import Batch, read_batches
 from ..errors import CalibrationError, FitConfigError
-from ..modeling_kvbridge import KVBridgeMapper
+from ..modeling_kvbridge import KVBridgeMapper, SourceContent
 from .distillation_config import DistillationConfig
 from .distillation_data import StepBatches, sequences_of, split_lookups, validation_items
 from .distillation_run import Run, RunFolder, train_run
@@ -203,7 +203,7 @@ def distill(
             roots = None
             if config.precondition:
                 steps = StepBatches(training, config, min(PRECONDITION_BATCHES, config.steps), seed, asked)
-                contents = (handoff.read_source(*_prefix(handoff, steps[place])) for place in range(len(steps)))
+                contents = (_prefix_content(start, handoff, steps[place]) for place in range(len(steps)))
                 roots = covariance_of(start, handoff.num_sinks, contents)
 
             def run(rate: float, run_seed: int, steps: int, name: str | None, evaluations: int) -> Run:
@@ -267,11 +267,11 @@ def _objective(
     return config.kl_weight * kl + config.nll_weight * nll_on_tokens(logits, batch, start)[0], there
 
 
-def _prefix(handoff: FunctionalHandoff, step: dict[str, torch.Tensor]) -> tuple[Batch, int]:
-    """A step's batch and how many of its columns are mapped."""
-    rows = torch.arange(len(step["input_ids"]))
-    batch = Batch(step["input_ids"], step["attention_mask"], rows)
-    return batch, handoff.mapped_columns(int(step["boundary"]))
+def _prefix_content(mapper: Any, handoff: FunctionalHandoff, step: dict[str, torch.Tensor]) -> SourceContent:
+    """What an affine map reads of a step's batch."""
+    batch = Batch(step["input_ids"], step["attention_mask"], torch.arange(len(step["input_ids"])))
+    stop = handoff.mapped_columns(int(step["boundary"]))
+    return handoff.read_source(batch, stop, handoff.extras(mapper, batch, stop))
 
 
 def _search(run: Any, config: DistillationConfig, folder: RunFolder | None) -> tuple[float, dict[float, float]]:

@@ -158,12 +158,13 @@ class StepBatches(Dataset):
         return len(self.asks)
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        asked = sum(self.asks[:step])
+        # Steps of its own kind before it.
+        place = sum(asks == self.asks[step] for asks in self.asks[:step])
         if self.asks[step]:
-            batch, boundary, question = lookup_batch([self.lookups[index] for index in self.lookup_groups[asked]])
+            batch, boundary, question = lookup_batch([self.lookups[index] for index in self.lookup_groups[place]])
         else:
             batch, boundary = draw_boundary(
-                padded_batch([self.sequences[index] for index in self.groups[step - asked]]),
+                padded_batch([self.sequences[index] for index in self.groups[place]]),
                 (self.seed, 2, step),
                 min_prefix=self.config.min_prefix,
                 min_continuation=self.config.min_continuation,
@@ -175,18 +176,13 @@ class StepBatches(Dataset):
             "attention_mask": batch.attention_mask,
             "boundary": torch.tensor(boundary),
             "question": question,
-            "native_fraction": torch.tensor(native_at(step, self.config)),
+            "native_fraction": torch.tensor(self.config.native_fraction if place % 2 else 0.0),
         }
 
 
 def asks_at(step: int, lookup_fraction: float) -> bool:
     """Whether a step is on lookups: spread evenly."""
     return int((step + 1) * lookup_fraction + 1e-9) > int(step * lookup_fraction + 1e-9)
-
-
-def native_at(step: int, config: DistillationConfig) -> float:
-    """The share that is recomputed at a step: pairs of steps take turns, so that both kinds of data see both."""
-    return config.native_fraction if (step // 2) % 2 == 1 else 0.0
 
 
 def validation_items(

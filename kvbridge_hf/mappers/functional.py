@@ -82,13 +82,16 @@ class FunctionalHandoff:
         entries = [(layer.keys, layer.values) for layer in cache.layers]
         return OwnReading(logits.log_softmax(-1), entries)
 
-    def extras(self, mapper: KVBridgeMapper, batch: Batch, stop: int, own: OwnReading) -> dict[str, torch.Tensor]:
-        """What a mapper's method requires of the target for the first `stop` columns."""
+    def extras(
+        self, mapper: KVBridgeMapper, batch: Batch, stop: int, own: OwnReading | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What a method requires of the target for the first `stop` columns; `own` where it reads the whole cache."""
         names = mapper.method.requires
         ids, mask = batch.input_ids[:, :stop], batch.attention_mask[:, :stop]
         anchors = [name for name in names if name in ANCHORS]
         extras = read_extras(anchors, self.target.model, self.target.rotary, ids, mask)
         if set(names) & set(OWN):
+            assert own is not None
             entries = [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in own.entries]
             extras.update(own_extras(entries, self.target.rotary, positions_from_mask(mask.long())))
         return extras

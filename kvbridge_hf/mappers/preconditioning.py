@@ -15,10 +15,12 @@ from torch.nn.utils import parametrize
 
 from ..errors import FitConfigError
 from ..modeling_kvbridge import KVBridgeMapper, SourceContent
-from .features import source_features
+from .anchored import RUNTIMES, with_anchors
+from .features import grouped_features, kinds_of
 
 # Relative to the mean variance: directions below it are not enlarged any further.
 FLOOR = 1e-4
+ANCHORED = tuple(runtime.name for runtime in RUNTIMES.values())
 NAMES = ("key_weight", "value_weight")
 
 
@@ -26,7 +28,7 @@ class FeatureCovariance:
     """Covariance of what each target layer's maps read.
 
     Args:
-        mapper: Of method `"ridge"`.
+        mapper: Of an affine method, or of one with an affine part: `key_weight` and `value_weight` of ridge's shape.
         num_sinks: First tokens that the maps do not see.
 
     Raises:
@@ -34,29 +36,32 @@ class FeatureCovariance:
     """
 
     def __init__(self, mapper: KVBridgeMapper, num_sinks: int):
-        if mapper.config.method != "ridge":
+        if mapper.config.method not in ("ridge", "causal", *ANCHORED):
             raise FitConfigError(
-                f"precondition=True is for affine maps (method 'ridge'); this mapper is of {mapper.config.method!r}."
+                "precondition=True is for maps with an affine part (methods 'ridge', 'anchored', 'causal'); this "
+                f"mapper is of {mapper.config.method!r}."
             )
         self.mapper, self.num_sinks = mapper, num_sinks
         config = mapper.config
         layers = config.target_geometry["num_layers"]
         heads = 1 if config.support == "full_head" else config.target_geometry["num_kv_heads"]
-        shape = (2, layers, heads, config.num_features)
+        features = mapper.key_weight.shape[2]
+        shape = (2, layers, heads, features)
         self.count = 0
         self.total = torch.zeros(shape, dtype=torch.float64)
-        self.square = torch.zeros((*shape, config.num_features), dtype=torch.float64)
+        self.square = torch.zeros((*shape, features), dtype=torch.float64)
 
     @torch.no_grad()
     def update(self, source: SourceContent) -> None:
         """Add the tokens of a prefix."""
         counted = source.valid & (source.position_ids >= self.num_sinks)
         self.count += int(counted.sum())
-        for kind, read in enumerate((source.keys, source.values)):
+        for kind, (name, read) in enumerate(kinds_of(source)):
             for layer in range(self.total.shape[1]):
-                x = source_features(self.mapper, layer, read, counted.device)
-                x = x.unsqueeze(1) if x.ndim == 3 else x  # (B, heads, T, F)
-                x = x.transpose(1, 2)[counted].transpose(0, 1).double()  # heads, N, F
+                x = grouped_features(self.mapper, layer, read)  # (B, heads, T, F)
+                if (anchors := getattr(self.mapper.method, "anchors", ())) != ():
+                    x = with_anchors(x, source, name, anchors)
+                x = x.to(counted.device).transpose(1, 2)[counted].transpose(0, 1).double()  # heads, N, F
                 self.total[kind, layer] += x.sum(1).cpu()
                 self.square[kind, layer] += (x.mT @ x).cpu()
 
@@ -92,7 +97,7 @@ def precondition(mapper: KVBridgeMapper, roots: torch.Tensor) -> None:
     """Replace a mapper's weights by changes in white coordinates, in place.
 
     Args:
-        mapper: Of method `"ridge"`, float32.
+        mapper: As for [`FeatureCovariance`], float32.
         roots: From [`FeatureCovariance.inverse_roots`].
     """
     for kind, name in enumerate(NAMES):
