@@ -186,6 +186,10 @@ def main(args: list[str] | None = None) -> int:
             return int(getattr(error.__cause__, "exit_code", 130))
         if type(error).__module__.startswith("huggingface_hub"):
             return _complain(str(error))
+        from .hub.retries import is_connection_error
+
+        if is_connection_error(error):
+            return _complain(f"the Hub does not answer as it should: {error}")
         if not hasattr(error, "format_message"):
             raise
         return _complain(error.format_message())

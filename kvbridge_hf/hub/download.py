@@ -7,19 +7,18 @@ let through as `huggingface_hub` raises them; what is wrong with the artifact it
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from ..errors import ArtifactError
 from .integrity import CARD_NAME, INDEX_NAME, MANIFEST_NAME, Manifest, read_manifest, verify_file, verify_folder
+from .retries import with_retries
 
 _MAX_WORKERS = 8
-_RETRY_DELAYS = (1.0, 4.0)  # seconds
 
 
 def fetch_artifact(
@@ -111,22 +110,10 @@ def _fetch_file(repo_id: str, subfolder: str, name: str, manifest: Manifest, kwa
 
 
 def _download(repo_id: str, subfolder: str, name: str, kwargs: dict[str, Any]) -> Path:
-    for delay in (*_RETRY_DELAYS, None):
-        try:
-            return Path(hf_hub_download(repo_id, name, subfolder=subfolder or None, **kwargs))
-        except Exception as error:
-            if delay is None or not _is_transient(error):
-                _raise_for(error, repo_id, name)
-            time.sleep(delay)
-    raise AssertionError("unreachable")
-
-
-def _is_transient(error: Exception) -> bool:
-    """Whether to ask again. `hf_hub_download` itself resumes broken bodies and asks twice for metadata, not more."""
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code == 429 or error.response.status_code >= 500
-    # The class of dropped connections belongs to httpx or httpx2, whichever huggingface_hub brings along.
-    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    try:
+        return Path(with_retries(hf_hub_download, repo_id, name, subfolder=subfolder or None, **kwargs))
+    except Exception as error:
+        _raise_for(error, repo_id, name)
 
 
 def _raise_for(error: Exception, repo_id: str, name: str) -> NoReturn:

@@ -8,6 +8,7 @@ from huggingface_hub import CommitInfo, HfApi, ModelInfo
 
 from .integrity import INDEX_NAME, WEIGHTS_NAME, verify_folder
 from .model_card import LIBRARY_NAME
+from .retries import with_retries
 
 # Weight files of an earlier push that a new one does not overwrite; patterns without a leading `*`, so that artifacts
 # in other folders of the repository stay.
@@ -41,9 +42,9 @@ def publish_folder(
     """
     manifest = verify_folder(folder)
     api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    repo_id = with_retries(api.create_repo, repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with_retries(api.create_branch, repo_id, branch=revision, exist_ok=True)
     return api.upload_folder(
         repo_id=repo_id,
         folder_path=os.fspath(folder),
@@ -65,7 +66,9 @@ def search_mappers(
         source, target: Hub ids; either may be left out.
     """
     tags = [LIBRARY_NAME] + [f"base_model:{model}" for model in (source, target) if model]
-    found = HfApi(token=token).list_models(filter=tags, sort="downloads", limit=limit, cardData=True)
+    api = HfApi(token=token)
+    # The list comes page by page while it is read, so reading it is what is tried again.
+    found = with_retries(lambda: list(api.list_models(filter=tags, sort="downloads", limit=limit, cardData=True)))
     return [model for model in found if _has_roles(model, source, target)]
 
 
