@@ -32,7 +32,6 @@ from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_ques
 from kvbridge_hf.fingerprint import model_fingerprint
 from kvbridge_hf.guard.settings import Gates
 from kvbridge_hf.mappers.config import DistillationConfig, FitConfig
-from kvbridge_hf.mappers.distillation import distill
 from kvbridge_hf.mappers.shared_space import fit_shared_space
 from kvbridge_hf.segment_boundaries import boundary_tokens
 
@@ -242,23 +241,15 @@ class Pair:
             mapper = space.mapper("source", "target")
             mapper.config.boundary_tokens = boundary_tokens(self.tokenizer)
             return mapper
-        training = config.distillation if case.lookups else None
-        if training is not None:
-            config = config.replace(distillation=None)
-        mapper = fit_mapper(
-            self.source, self.target, batches, config, tokenizer=self.tokenizer, dataset="tinytown/train"
-        )
-        if training is None:
-            return mapper
-        return distill(
-            mapper,
+        lookups = lookup_texts(self.tokenizer, case.lookups, config.seed) if case.lookups else None
+        return fit_mapper(
             self.source,
             self.target,
             batches,
-            training,
-            lookups=lookup_texts(self.tokenizer, case.lookups, config.seed),
-            heldout_fraction=config.heldout_fraction,
-            seed=config.seed,
+            config,
+            tokenizer=self.tokenizer,
+            dataset="tinytown/train",
+            lookups=lookups,
         )
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:

@@ -257,6 +257,9 @@ def test_the_fit_driver_trains_and_needs_what_it_needs(pair):
     mapper = fit_mapper(*pair, BATCHES, config, progress=False)
     facts = mapper.config.fit["distillation"]
     assert facts["kl"] <= facts["start_kl"]
+    asking = config.replace(distillation={**config.distillation.to_dict(), "lookup_fraction": 0.5})
+    asked = fit_mapper(*pair, BATCHES, asking, lookups=LOOKUPS, progress=False).config.fit["distillation"]
+    assert asked["training_lookups"] > 0 and asked["settings"]["lookup_fraction"] == 0.5
     with pytest.raises(FitConfigError, match="distillation reads the data twice"):
         fit_mapper(*pair, iter(BATCHES), config, progress=False)
     with pytest.raises(CalibrationError, match="validate"):

@@ -45,6 +45,7 @@ def fit_mapper(
     dataset: Any = None,
     progress: bool = True,
     output_dir: Any = None,
+    lookups: Iterable[Any] | None = None,
 ) -> KVBridgeMapper:
     """Fit a mapper from the source's KV cache to the target's.
 
@@ -59,6 +60,7 @@ def fit_mapper(
         progress: Show a bar (never outside a terminal).
         output_dir: Where a distillation keeps its checkpoints, to go on from after an interruption; see
             [`~mappers.distillation.distill`].
+        lookups: Texts with questions about them, for a distillation with `lookup_fraction`; see there.
 
     Returns:
         The mapper, in eval mode on the CPU. `config.fit` holds settings, counts, versions and the R^2 of keys and
@@ -76,7 +78,7 @@ def fit_mapper(
             f"{reasons[0]} reads the data twice, but token_batches is an iterator and can be read once "
             "only. Pass a list, a dataset or a DataLoader."
         )
-    data = FitData(source_model, target_model, token_batches, progress)
+    data = FitData(source_model, target_model, token_batches, progress, lookups)
     statistics = collect_statistics(
         source_model, target_model, token_batches, config, tokenizer=tokenizer, dataset=dataset, progress=progress
     )
@@ -108,6 +110,7 @@ def fit_and_distill(context: FitContext, output_dir: Any = None) -> KVBridgeMapp
         data.target_model,
         data.token_batches,
         config.distillation,
+        lookups=data.lookups,
         heldout_fraction=config.heldout_fraction,
         seed=config.seed,
         output_dir=output_dir,

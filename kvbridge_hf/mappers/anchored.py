@@ -21,21 +21,21 @@ from ..calibration.traces import Batch, Trace, TracedModel, evaluating, join_con
 from ..calibration.weighting import per_head, shrunk
 from ..errors import ArtifactError, FitConfigError
 from ..kernels import map_head_local
-from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
+from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
 from .features import (
     KIND_NAMES,
+    ByKindMethod,
+    Reader,
     add_parameters,
     fill_parameters,
     grouped_features,
-    kinds_of,
     target_shape,
-    zero_parameters,
 )
 from .linear import by_head, check_solution, layer_r2, r2_by_kind
 
 
-class _Anchored(MapperMethod):
+class _Anchored(ByKindMethod):
     """As `"ridge"`, with features `[source's, layer 0's of that kind, embedding]`; the last two as named.
 
     `key_weight`, `value_weight` `(target_layers, target_heads, features, target_head_dim)` with biases.
@@ -50,19 +50,13 @@ class _Anchored(MapperMethod):
             add_parameters(mapper, **{f"{kind}_weight": (layers, heads, features, dim)})
             add_parameters(mapper, **{f"{kind}_bias": (layers, heads, dim)})
 
-    def init_weights(self, mapper: KVBridgeMapper) -> None:
-        zero_parameters(mapper)
-
-    def map_layer(
-        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        mapped = []
-        for kind, read in kinds_of(source):
-            features = with_anchors(grouped_features(mapper, target_layer, read), source, kind, self.anchors)
-            weight = getattr(mapper, f"{kind}_weight")[target_layer]
-            features = features.expand(-1, weight.shape[0], -1, -1)
-            mapped.append(map_head_local(features, weight, getattr(mapper, f"{kind}_bias")[target_layer]))
-        return mapped[0], mapped[1]
+    def map_kind(
+        self, mapper: KVBridgeMapper, kind: str, target_layer: int, source: SourceContent, read: Reader
+    ) -> torch.Tensor:
+        features = with_anchors(grouped_features(mapper, target_layer, read), source, kind, self.anchors)
+        weight = getattr(mapper, f"{kind}_weight")[target_layer]
+        features = features.expand(-1, weight.shape[0], -1, -1)
+        return map_head_local(features, weight, getattr(mapper, f"{kind}_bias")[target_layer])
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
         """The map, and layer 0's projections of every token (of a prompt's repeated ones they run once)."""
@@ -109,7 +103,9 @@ class AnchoredEmbeddedMethod(_Anchored):
     requires = ("anchor_keys", "anchor_values", "anchor_embeddings")
 
 
-RUNTIMES = {runtime.anchors: runtime for runtime in (AnchoredMethod, EmbeddedMethod, AnchoredEmbeddedMethod)}
+RUNTIMES: dict[tuple[str, ...], type[_Anchored]] = {
+    runtime.anchors: runtime for runtime in (AnchoredMethod, EmbeddedMethod, AnchoredEmbeddedMethod)
+}
 
 
 def anchor_widths(target_geometry: dict[str, Any], anchors: tuple[str, ...]) -> list[int]:
@@ -193,7 +189,8 @@ class AnchoredFit(FitMethod):
         weighted = config.weighting == "sensitivity"
         found = [
             _LayerMoments(
-                *(Moments.zeros(2 * groups, features, heads // groups * dim) for _ in range(2)),
+                train=Moments.zeros(2 * groups, features, heads // groups * dim),
+                heldout=Moments.zeros(2 * groups, features, heads // groups * dim),
                 weighted=Moments.zeros(2 * heads, features, dim) if weighted else None,
             )
             for _ in range(layout.target_layers)

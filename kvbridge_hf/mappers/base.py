@@ -34,12 +34,14 @@ class FitData:
         source_model, target_model: The pair.
         token_batches: Re-iterable, as in [`fit_mapper`].
         progress (`bool`): Whether to show bars.
+        lookups: Texts with questions about them, for a distillation; see [`~mappers.distillation.distill`].
     """
 
     source_model: Any
     target_model: Any
     token_batches: Iterable[Any]
     progress: bool = True
+    lookups: Iterable[Any] | None = None
 
 
 @dataclass

@@ -15,12 +15,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from ..errors import ArtifactError
 from ..modeling_kvbridge import AffineMethod, KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, get_fit, register_fit
-from .features import KIND_NAMES, add_parameters, fill_parameters, target_shape, zero_parameters
+from .features import KIND_NAMES, add_parameters, fill_parameters, target_shape
 
 THETA = 10_000.0
 # Width of the MLP in units of the layer's.
@@ -61,7 +62,8 @@ class CausalMethod(AffineMethod):
         )
 
     def init_weights(self, mapper: KVBridgeMapper) -> None:
-        zero_parameters(mapper)
+        for parameter in mapper.parameters():
+            nn.init.zeros_(parameter)
 
     def map_layer(
         self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent

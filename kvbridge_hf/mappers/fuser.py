@@ -15,22 +15,22 @@ import torch
 from torch.nn import functional
 
 from ..errors import ArtifactError
-from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
+from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
 from .causal import standardisation
 from .features import (
     KIND_NAMES,
+    ByKindMethod,
+    Reader,
     add_parameters,
     fill_parameters,
     grouped_features,
-    kinds_of,
     target_shape,
-    zero_parameters,
 )
 
 
 @register_method
-class FuserMethod(MapperMethod):
+class FuserMethod(ByKindMethod):
     """For keys and for values, a target layer each: `key_project` `(layers, features + own, width)` with its bias,
     `key_mix` `(layers, width, width)`, `key_out` `(layers, width, own)`, `key_head` `(layers, width, heads)`, and the
     gate `key_gate` `(layers,)`; `own` are `heads * head_dim` of the target. `method_config["width"]` is the network's.
@@ -59,27 +59,21 @@ class FuserMethod(MapperMethod):
             }
             add_parameters(mapper, **{f"{kind}_{name}": shape for name, shape in shapes.items()})
 
-    def init_weights(self, mapper: KVBridgeMapper) -> None:
-        zero_parameters(mapper)
-
-    def map_layer(
-        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        fused = []
-        for kind, read in kinds_of(source):
-            features = grouped_features(mapper, target_layer, read).squeeze(1)  # B, T, F
-            own = source.extra(f"own_{kind}s")[target_layer].to(features)  # B, H, T, d
-            weights = {
-                name: getattr(mapper, f"{kind}_{name}")[target_layer].to(features.dtype)
-                for name in ("project", "project_bias", "mix", "out", "head", "gate")
-            }
-            together = torch.cat([features, own.transpose(1, 2).flatten(2)], dim=-1)
-            states = functional.silu(together @ weights["project"] + weights["project_bias"])
-            states = states + functional.silu(states @ weights["mix"])
-            added = (states @ weights["out"]).unflatten(-1, (own.shape[1], -1)).transpose(1, 2)
-            by_head = (states @ weights["head"]).sigmoid().transpose(1, 2).unsqueeze(-1)  # B, H, T, 1
-            fused.append(own + weights["gate"] * by_head * added)
-        return fused[0], fused[1]
+    def map_kind(
+        self, mapper: KVBridgeMapper, kind: str, target_layer: int, source: SourceContent, read: Reader
+    ) -> torch.Tensor:
+        features = grouped_features(mapper, target_layer, read).squeeze(1)  # B, T, F
+        own = source.extra(f"own_{kind}s")[target_layer].to(features)  # B, H, T, d
+        weights = {
+            name: getattr(mapper, f"{kind}_{name}")[target_layer].to(features.dtype)
+            for name in ("project", "project_bias", "mix", "out", "head", "gate")
+        }
+        together = torch.cat([features, own.transpose(1, 2).flatten(2)], dim=-1)
+        states = functional.silu(together @ weights["project"] + weights["project_bias"])
+        states = states + functional.silu(states @ weights["mix"])
+        added = (states @ weights["out"]).unflatten(-1, (own.shape[1], -1)).transpose(1, 2)
+        by_head = (states @ weights["head"]).sigmoid().transpose(1, 2).unsqueeze(-1)  # B, H, T, 1
+        return own + weights["gate"] * by_head * added
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
         """The fuser alone; the target's prefill comes on top, see [`~evaluation.controls.BridgeHandoff.flops`]."""

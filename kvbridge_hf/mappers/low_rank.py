@@ -14,23 +14,23 @@ import torch
 
 from ..calibration.layout import KINDS
 from ..errors import ArtifactError, FitConfigError
-from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
+from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
 from .features import (
     KIND_NAMES,
+    ByKindMethod,
+    Reader,
     add_parameters,
     fill_parameters,
     grouped_features,
-    kinds_of,
     target_shape,
-    zero_parameters,
 )
 from .linear import LayerFit, check_solution, fit_layer, gather_facts, r2_by_kind
 from .spectral import OutputBasis, identity_basis
 
 
 @register_method
-class LowRankMethod(MapperMethod):
+class LowRankMethod(ByKindMethod):
     """Two factors a target layer and kind, and group of heads that reads the same features.
 
     `key_down` and `value_down` are `(features, all ranks)`, `key_up` and `value_up` `(all ranks, heads of a group *
@@ -64,27 +64,21 @@ class LowRankMethod(MapperMethod):
             add_parameters(mapper, **{f"{name}_up": (total, heads // groups * head_dim)})
             add_parameters(mapper, **{f"{name}_bias": (layers, heads, head_dim)})
 
-    def init_weights(self, mapper: KVBridgeMapper) -> None:
-        zero_parameters(mapper)
-
-    def map_layer(
-        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        mapped = []
-        for kind, (name, read) in zip(KINDS, kinds_of(source), strict=True):
-            ranks = mapper.config.method_config["ranks"][kind]
-            down, up = getattr(mapper, f"{name}_down"), getattr(mapper, f"{name}_up")
-            bias = getattr(mapper, f"{name}_bias")[target_layer]
-            features = grouped_features(mapper, target_layer, read)
-            dtype = features.dtype
-            start, parts = sum(map(sum, ranks[:target_layer])), []
-            for group, rank in enumerate(ranks[target_layer]):
-                columns = slice(start, start + rank)
-                parts.append(features[:, group] @ down[:, columns].to(dtype) @ up[columns].to(dtype))
-                start += rank
-            flat = torch.cat(parts, dim=-1)  # (B, T, H_t * d_t)
-            mapped.append(flat.unflatten(-1, bias.shape).transpose(1, 2) + bias.to(dtype).unsqueeze(1))
-        return mapped[0], mapped[1]
+    def map_kind(
+        self, mapper: KVBridgeMapper, kind: str, target_layer: int, source: SourceContent, read: Reader
+    ) -> torch.Tensor:
+        ranks = mapper.config.method_config["ranks"][f"{kind}s"]
+        down, up = getattr(mapper, f"{kind}_down"), getattr(mapper, f"{kind}_up")
+        bias = getattr(mapper, f"{kind}_bias")[target_layer]
+        features = grouped_features(mapper, target_layer, read)
+        dtype = features.dtype
+        start, parts = sum(map(sum, ranks[:target_layer])), []
+        for group, rank in enumerate(ranks[target_layer]):
+            columns = slice(start, start + rank)
+            parts.append(features[:, group] @ down[:, columns].to(dtype) @ up[columns].to(dtype))
+            start += rank
+        flat = torch.cat(parts, dim=-1)  # (B, T, H_t * d_t)
+        return flat.unflatten(-1, bias.shape).transpose(1, 2) + bias.to(dtype).unsqueeze(1)
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
         return 2.0 * sum(getattr(mapper, f"{kind}_{part}").numel() for kind in KIND_NAMES for part in ("down", "up"))

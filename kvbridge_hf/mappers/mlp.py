@@ -14,22 +14,22 @@ from tqdm.auto import tqdm
 
 from ..calibration.samples import Samples
 from ..errors import ArtifactError, FitConfigError
-from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
+from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
 from .features import (
     KIND_NAMES,
+    ByKindMethod,
+    Reader,
     add_parameters,
     fill_parameters,
     grouped_features,
-    kinds_of,
     target_shape,
-    zero_parameters,
 )
 from .linear import by_head, check_solution, fit_layer, gather_facts, r2_by_kind
 
 
 @register_method
-class MLPMethod(MapperMethod):
+class MLPMethod(ByKindMethod):
     """ReLU networks on the features of a linear map.
 
     Tensors: `key_hidden_0`, `key_hidden_1`, ... and `key_out`, `(target_layers, target_heads, inputs, outputs)`, each
@@ -62,26 +62,20 @@ class MLPMethod(MapperMethod):
             f"{kind}_out",
         ]
 
-    def init_weights(self, mapper: KVBridgeMapper) -> None:
-        zero_parameters(mapper)
-
-    def map_layer(
-        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        mapped = []
-        for kind, read in kinds_of(source):
-            names = self.stages(mapper, kind)
-            features = grouped_features(mapper, target_layer, read)
-            states = features
-            for place, name in enumerate(names):
-                weight = getattr(mapper, name)[target_layer].to(states.dtype)
-                states = states @ weight + getattr(mapper, f"{name}_bias")[target_layer].to(states.dtype).unsqueeze(1)
-                if place < len(names) - 1:
-                    states = states.relu()
-            if mapper.config.method_config.get("residual"):
-                states = states + features @ getattr(mapper, f"{kind}_weight")[target_layer].to(states.dtype)
-            mapped.append(states)
-        return mapped[0], mapped[1]
+    def map_kind(
+        self, mapper: KVBridgeMapper, kind: str, target_layer: int, source: SourceContent, read: Reader
+    ) -> torch.Tensor:
+        names = self.stages(mapper, kind)
+        features = grouped_features(mapper, target_layer, read)
+        states = features
+        for place, name in enumerate(names):
+            weight = getattr(mapper, name)[target_layer].to(states.dtype)
+            states = states @ weight + getattr(mapper, f"{name}_bias")[target_layer].to(states.dtype).unsqueeze(1)
+            if place < len(names) - 1:
+                states = states.relu()
+        if mapper.config.method_config.get("residual"):
+            states = states + features @ getattr(mapper, f"{kind}_weight")[target_layer].to(states.dtype)
+        return states
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
         return 2.0 * sum(p.numel() for name, p in mapper.named_parameters() if not name.endswith("_bias"))

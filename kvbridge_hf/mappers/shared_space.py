@@ -26,21 +26,21 @@ from ..configuration_kvbridge import KVBridgeConfig
 from ..errors import ArtifactError, CalibrationError, FitConfigError
 from ..fingerprint import model_fingerprint, tokenizer_fingerprint
 from ..geometry import check_pair
-from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent, register_method
+from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import library_versions
 from .features import (
     KIND_NAMES,
+    ByKindMethod,
+    Reader,
     add_parameters,
     fill_parameters,
     grouped_features,
-    kinds_of,
     target_shape,
-    zero_parameters,
 )
 
 
 @register_method
-class SharedSpaceMethod(MapperMethod):
+class SharedSpaceMethod(ByKindMethod):
     """An encoder of the source and a decoder of the target, with the shared space between them.
 
     `key_encoder` `(features, width)`, `key_decoder` `(target_layers, target_heads, width, target_head_dim)`,
@@ -62,21 +62,15 @@ class SharedSpaceMethod(MapperMethod):
             add_parameters(mapper, **{f"{kind}_decoder": (layers, heads, width, dim)})
             add_parameters(mapper, **{f"{kind}_bias": (layers, heads, dim)})
 
-    def init_weights(self, mapper: KVBridgeMapper) -> None:
-        zero_parameters(mapper)
-
-    def map_layer(
-        self, mapper: KVBridgeMapper, target_layer: int, source: SourceContent
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        mapped = []
-        for kind, read in kinds_of(source):
-            features = grouped_features(mapper, target_layer, read)
-            dtype = features.dtype
-            shared = features @ getattr(mapper, f"{kind}_encoder").to(dtype)
-            decoder = getattr(mapper, f"{kind}_decoder")[target_layer].to(dtype)
-            bias = getattr(mapper, f"{kind}_bias")[target_layer].to(dtype)
-            mapped.append(shared @ decoder + bias.unsqueeze(1))
-        return mapped[0], mapped[1]
+    def map_kind(
+        self, mapper: KVBridgeMapper, kind: str, target_layer: int, source: SourceContent, read: Reader
+    ) -> torch.Tensor:
+        features = grouped_features(mapper, target_layer, read)
+        dtype = features.dtype
+        shared = features @ getattr(mapper, f"{kind}_encoder").to(dtype)
+        decoder = getattr(mapper, f"{kind}_decoder")[target_layer].to(dtype)
+        bias = getattr(mapper, f"{kind}_bias")[target_layer].to(dtype)
+        return shared @ decoder + bias.unsqueeze(1)
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
         """The encoder is run anew for every target layer, as layers are mapped one at a time."""
