@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,23 @@ def test_methods_that_need_everything_at_once_run_too_and_refuse_blocks(pair, tm
         assert config.selected_layers == expected.config.selected_layers
 
 
+def test_a_fit_holds_the_moments_of_one_target_layer_at_a_time(pair, tmp_path, monkeypatch):
+    """Those of all layers would be far more than any plan counts on."""
+    from kvbridge_hf.mappers import ridge
+
+    fit_layer, held, alive = ridge.fit_layer, [], []
+
+    def watched(*arguments):
+        alive.append(sum(reference() is not None for reference in held))
+        fit = fit_layer(*arguments)
+        held.append(weakref.ref(fit.moments.gram))
+        return fit
+
+    monkeypatch.setattr(ridge, "fit_layer", watched)
+    run(make_job(pair, tmp_path / "out", selection="greedy"))
+    assert alive == [0] * 5
+
+
 # ---- stopped and resumed --------------------------------------------------------------------------------------------
 
 
@@ -167,11 +185,15 @@ def test_what_changed_is_named_and_a_run_does_not_go_on(pair, tmp_path, monkeypa
     with pytest.raises(CalibrationError, match="datasets"):
         run(job)
     write_jsonl(data, random_texts(30))
-    facts = json.loads(good)
-    facts["libraries"]["torch"] = "1"
-    identity.write_text(json.dumps(facts))
-    with pytest.raises(CalibrationError, match=r"libraries\.torch: '1' -> '2'"):
-        run(job)
+    for name, before, message in (
+        ("libraries", {"torch": "1"}, r"libraries\.torch: '1' -> '2'"),
+        ("tokenizer", "another", "tokenizer: 'another' -> "),
+    ):
+        facts = json.loads(good)
+        facts[name] = {**facts[name], **before} if isinstance(before, dict) else before
+        identity.write_text(json.dumps(facts))
+        with pytest.raises(CalibrationError, match=message):
+            run(job)
     identity.write_text(good)
 
     other = tmp_path / "source"

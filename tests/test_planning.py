@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import tiny_config, tiny_model
 
+from kvbridge_hf.calibration.model_size import ModelSize
 from kvbridge_hf.errors import FitConfigError, KVBridgeError, ModelNotFoundError
 from kvbridge_hf.geometry import KVGeometry
 from kvbridge_hf.planning import count_parameters, load_config, mapper_size, plan_pair, to_text
@@ -67,6 +68,9 @@ def test_counts_equal_a_real_model():
         assert whole == sum(p.numel() for p in model.parameters())
         embeddings = model.get_input_embeddings().weight.numel() * (1 if tied else 2)
         assert body == whole - embeddings
+        size = ModelSize.of(model.config)
+        assert (size.body_parameters, size.parameters) == (body, whole)
+        assert size.intermediate_size == model.config.intermediate_size
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

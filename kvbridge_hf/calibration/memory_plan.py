@@ -25,6 +25,8 @@ DESCRIPTIONS = {
 FLOAT64 = 8
 # Metrics of keys and values, and what adding them up holds beside them.
 METRIC_COPIES = 4
+# Moments of one target layer at a solve: fitted, held out, the system, its factor, and both again in LAPACK's order.
+SOLVE_COPIES = 6
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,11 @@ def _solve_bytes(layout: StatisticsLayout, config: FitConfig) -> int:
     if config.support == "head_local":
         heads = len(identity_blocks(layout.source_heads, layout.target_heads, config.head_block)[0])
         systems = len(KINDS) * (groups if layout.support == "head_local" else layout.target_heads)
+    if config.weighting == "sensitivity":  # every head has weights of its own
+        systems = len(KINDS) * layout.target_heads
     features = config.top_k * heads * layout.source_dim
     outputs = layout.target_heads * layout.target_dim
-    joint = systems * FLOAT64 * features * 4 * features + len(KINDS) * FLOAT64 * features * 3 * outputs
+    joint = SOLVE_COPIES * FLOAT64 * features * (systems * features + len(KINDS) * outputs)
     return max(single, joint)
 
 

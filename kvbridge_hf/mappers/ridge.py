@@ -8,13 +8,16 @@ layer has as many source layers as pay there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from ..modeling_kvbridge import KVBridgeMapper
 from .base import FitContext, FitMethod, register_fit
 from .budget import spend_layers
 from .features import KIND_NAMES, fill_parameters
-from .linear import by_head, check_solution, fit_layer, gather_facts, r2_by_kind
+from .linear import LayerFit, by_head, check_solution, fit_layer, r2_by_kind
 
 
 @register_fit
@@ -27,18 +30,24 @@ class RidgeFit(FitMethod):
     def fit(self, context: FitContext) -> KVBridgeMapper:
         config, layout = context.config, context.statistics.layout
         heads, dim = layout.target_heads, layout.target_dim
+        counts = None
         if config.layer_budget is None:
-            fits = [fit_layer(context, target) for target in range(layout.target_layers)]
-            counts = None
+            # One at a time: the moments of a layer are much larger than its map.
+            fits: Iterable[LayerFit] = (fit_layer(context, target) for target in range(layout.target_layers))
         else:
             fits, counts = spend_layers(context)
-        facts = gather_facts(fits)
-        facts["r2"] = r2_by_kind([fit.r2(fit.solution, dim) for fit in fits])
-        facts["heldout_r2"] = None
-        if context.statistics.has_heldout:
-            facts["heldout_r2"] = r2_by_kind([fit.r2(fit.solution, dim, heldout=True) for fit in fits])
-        weights = [by_head(fit.solution, heads, dim) for fit in fits]
-        bias = torch.stack([fit.bias(fit.solution).reshape(2, heads, dim) for fit in fits], dim=1)
+        found, r2, heldout, weights, biases = [], [], [], [], []
+        for fit in fits:
+            found.append(fit.facts)
+            r2.append(fit.r2(fit.solution, dim))
+            if context.statistics.has_heldout:
+                heldout.append(fit.r2(fit.solution, dim, heldout=True))
+            weights.append(by_head(fit.solution, heads, dim))
+            biases.append(fit.bias(fit.solution).reshape(2, heads, dim))
+            del fit
+        bias = torch.stack(biases, dim=1)
+        facts: dict[str, Any] = {name: [entry[name] for entry in found] for name in sorted(found[0])}
+        facts.update(r2=r2_by_kind(r2), heldout_r2=r2_by_kind(heldout) if heldout else None)
         if counts is None:
             mapper = KVBridgeMapper(self.mapper_config(context, **facts))
             weight = torch.stack(weights, dim=1)
