@@ -271,7 +271,8 @@ class BridgedCache(DynamicCache):
     def write_into(self, cache: Cache, repeats: int = 1) -> None:
         """Append these columns to another cache (static, quantised, offloaded, or one that holds tokens already).
 
-        Layers are mapped, handed over and let go one by one. This cache is empty afterwards.
+        Layers are mapped, handed over and let go one by one. A cache that cannot be cropped (a quantised one) gets
+        them when all are mapped, so that a map that fails leaves it as it was. This cache is empty afterwards.
 
         Args:
             cache: a cache of the target; whatever it holds stands in front.
@@ -279,6 +280,8 @@ class BridgedCache(DynamicCache):
         """
         filled: list[int] = []
         length = self.get_seq_length()
+        if not all(_can_shrink(layer) for layer in cache.layers):
+            self.map_all()
         try:
             for index, layer in enumerate(self.layers):
                 if length > 0:
@@ -292,8 +295,12 @@ class BridgedCache(DynamicCache):
             for index in filled:
                 target = cache.layers[index]
                 # Static layers could not be cropped in older releases.
-                target.crop(-length) if hasattr(target, "crop") else target.reset()
+                target.crop(-length) if _can_shrink(target) and hasattr(target, "crop") else target.reset()
             raise
+
+
+def _can_shrink(layer: Any) -> bool:
+    return not hasattr(layer, "_quantized_keys")
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -163,6 +163,25 @@ def test_a_quantised_cache_of_the_caller_is_filled(models, bridge, mode):
     assert own.get_seq_length() == 14 + NEW - 1 and own.layers[0]._quantized_keys is not None
 
 
+def test_a_map_that_fails_leaves_a_quantised_cache_as_it_was(models, bridge, monkeypatch):
+    target, mapper = models[1:]
+    ids, mask = batch([14, 9])
+    own = fill(eight_bit(4), read(target, ids[:, :8], mask[:, :8]), 4)
+    before = [(layer._quantized_keys, layer.keys, layer.get_seq_length()) for layer in own.layers]
+    map_layer = type(mapper).map_layer
+
+    def fail(self, layer, source):
+        if layer == 2:
+            raise RuntimeError("out of memory")
+        return map_layer(self, layer, source)
+
+    monkeypatch.setattr(type(mapper), "map_layer", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(target, ids, mask, bridge=bridge, **cache_kwargs(own))
+    for layer, (quantized, recent, length) in zip(own.layers, before, strict=True):
+        assert layer._quantized_keys is quantized and layer.keys is recent and layer.get_seq_length() == length
+
+
 @pytest.mark.parametrize("steps", [0, 3, 6])
 def test_a_quantised_source_cache_is_read_as_the_source_itself_reads_it(models, bridge, steps):
     """With nothing, with some and with all recent tokens requantised."""
