@@ -15,6 +15,7 @@ from . import bundled
 from .evaluation import Judge, build_report, load_questions, measure_latency, split_documents
 from .evaluation.controls import BridgeHandoff
 from .generation_kvbridge import KVBridge
+from .guard.settings import Gates
 from .handoff import HandoffPolicy
 from .modeling_kvbridge import KVBridgeMapper
 
@@ -111,7 +112,9 @@ def run_demo(
         [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("test"))], continuation_tokens=32
     )
     judge = Judge(source, target, questions=questions, documents=documents, tokenizer=tokenizer, attention=False)
-    handoff = BridgeHandoff(bridge, target)
+    # Without gates: a fallback would be judged as a handoff that went well.
+    ungated = KVBridge(source, bridge.mapper, HandoffPolicy(gates=Gates.off()), tokenizer=tokenizer)
+    handoff = BridgeHandoff(ungated, target)
     report = build_report(judge.judge(handoff))
     latency = measure_latency(source, target, handoff, inputs["input_ids"], repeats=latency_repeats)
     conditions = report["conditions"]

@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from kvbridge_hf import KVBridge, KVBridgeMapper, bundled
+from kvbridge_hf import Gates, HandoffPolicy, KVBridge, KVBridgeMapper, bundled
 from kvbridge_hf.demo import fit_bundled, load_model, read_texts
 from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_questions, split_documents
 
@@ -49,7 +49,9 @@ def judge_pair(pair: str, fit: bool, preset: str, save: bool) -> dict:
         [tokenizer(text)["input_ids"] for text in read_texts(bundled.text_path("test"))], continuation_tokens=32
     )
     judge = Judge(source, target, questions=questions, documents=documents, tokenizer=tokenizer)
-    handoff = BridgeHandoff(KVBridge(source, mapper, tokenizer=tokenizer), target)
+    # Without gates: a fallback would be judged as a handoff that went well.
+    policy = HandoffPolicy(gates=Gates.off())
+    handoff = BridgeHandoff(KVBridge(source, mapper, policy, tokenizer=tokenizer), target)
     report = build_report(judge.judge(handoff))
     report["fit_seconds"] = seconds if fit else None
     report["mapper_parameters"] = sum(parameter.numel() for parameter in mapper.parameters())

@@ -11,6 +11,7 @@ import torch
 from ..calibration.data import DataConfig, read_sequences
 from ..calibration.job import CalibrationJob
 from ..calibration.loading import load_model, load_tokenizer
+from ..configuration_kvbridge import KVBridgeConfig
 from ..modeling_kvbridge import KVBridgeMapper
 from .calibrate import calibrate_gates
 
@@ -72,12 +73,12 @@ def calibrate_after_fit(
     Raises:
         CalibrationError: the data cannot be used, or something is not finite on it.
     """
-    mapper = KVBridgeMapper.from_pretrained(job.output)
-    if mapper.config.gates:
-        return mapper.config.gates
+    config = KVBridgeConfig.from_pretrained(job.output)
+    if config.gates:
+        return config.gates
     tokenizer = load_tokenizer(job, "target")
     used = job.data.num_sequences if data is None else 0
-    found = unseen_sequences(data or job.data, used, count, tokenizer, mapper.config.num_sinks)
+    found = unseen_sequences(data or job.data, used, count, tokenizer, config.num_sinks)
     if len(found.rows) < MIN_UNSEEN:
         more = f" ({found.duplicates} of them the fit had used)" if found.duplicates else ""
         say(
@@ -87,6 +88,7 @@ def calibrate_after_fit(
         )
         return None
     models = [load_model(job, role, torch.device(device)) for role in ("source", "target")]
+    mapper: Any = KVBridgeMapper.from_pretrained(job.output)
     batches = _batches(found.rows, job.batch_size)
     gates = calibrate_gates(models[0], models[1], mapper.to(models[1].device), batches)
     mapper.to("cpu").save_pretrained(job.output)
