@@ -140,16 +140,27 @@ def _scores(
 
 def _by_question(handed: Handed, question_tokens: int, boundaries: torch.Tensor) -> torch.Tensor:
     assert handed.input_ids is not None
-    ids, mask = handed.input_ids, handed.mask.to(handed.input_ids.device)
-    # The last tokens of each row side by side, wherever its padding stands.
-    order = torch.argsort(mask.long(), dim=1, stable=True)
+    mask = handed.mask.to(handed.input_ids.device)
     count = max(int(mask[:, handed.stop :].sum(1).max()), question_tokens)
-    last = order[:, -count:]
-    valid, covered = mask[:, handed.start : handed.stop], ids[:, handed.start : handed.stop]
-    question = ids.gather(1, last), mask.gather(1, last)
+    return scores_by_question(handed.input_ids, mask, slice(handed.start, handed.stop), count, boundaries)
+
+
+def scores_by_question(
+    input_ids: torch.Tensor, mask: torch.Tensor, covered: slice, question_tokens: int, boundaries: torch.Tensor
+) -> torch.Tensor:
+    """Scores of the covered columns by the last `question_tokens` tokens of each row, wherever its padding stands.
+
+    Args:
+        input_ids, mask: `(batch, columns)`, the whole prompt's.
+        covered: the columns that may be recomputed.
+        boundaries: token ids that end a segment; none to score tokens one by one.
+    """
+    last = torch.argsort(mask.long(), dim=1, stable=True)[:, -question_tokens:]
+    valid, ids = mask[:, covered], input_ids[:, covered]
+    question = input_ids.gather(1, last), mask.gather(1, last)
     if boundaries.numel() == 0:
-        return question_scores(covered, valid, *question)
-    return segment_question_scores(covered, valid, *question, segments_of(covered, valid, boundaries))
+        return question_scores(ids, valid, *question)
+    return segment_question_scores(ids, valid, *question, segments_of(ids, valid, boundaries))
 
 
 def _by_source(handed: Handed, source_model: PreTrainedModel, question_mask: torch.Tensor | None) -> torch.Tensor:
@@ -205,4 +216,4 @@ def _need_question(mask: torch.Tensor) -> None:
         )
 
 
-__all__ = ["apply_native_parts"]
+__all__ = ["apply_native_parts", "scores_by_question"]

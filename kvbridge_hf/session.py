@@ -20,10 +20,10 @@ from .guard.events import emit, make_event
 from .handoff import HandoffPolicy
 from .modeling_kvbridge import KVBridgeMapper
 from .prompt_reading import read_columns
-from .session_state import ModelState, Span, SwitchReport, share_cache
+from .session_repair import repair_history
+from .session_state import ON_GATE, ModelState, Span, SwitchReport, common_prefix, parse_resync, share_cache
 
 Messages = list[dict[str, str]]
-ON_GATE = "on gate"
 
 
 class HandoffSession:
@@ -52,6 +52,8 @@ class HandoffSession:
         resync: when a model reads natively, from the first mapped token on, what it had got mapped: `"never"`;
             `"every N"`, at every N-th time it is brought up to date by mapping; `"on gate"`, when a gate rejects
             (with the other two only the tokens of the rejected handoff are read natively).
+        repair_history: before each handoff, let the model recompute of what it was handed over in earlier turns the
+            share that the policy says, chosen by the question that is asked now.
         render: `render(messages, add_generation_prompt) -> token ids`; the tokenizer's chat template by default.
 
     Raises:
@@ -66,13 +68,15 @@ class HandoffSession:
         policy: HandoffPolicy | None = None,
         *,
         resync: str = "never",
+        repair_history: bool = True,
         render: Callable[[Messages, bool], Sequence[int]] | None = None,
     ):
         self.models: dict[str, Any] = dict(models)
         self.tokenizer = tokenizer
         self.policy = HandoffPolicy(on_failure="prefill") if policy is None else policy
         self.resync = resync
-        self._every = _parse_resync(resync)
+        self.repair_history = repair_history
+        self._every = parse_resync(resync)
         unknown = sorted({name for pair in mappers for name in pair} - set(self.models))
         if unknown or not self.models:
             raise GenerateArgumentError(
@@ -272,7 +276,7 @@ class HandoffSession:
             tokens = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         else:
             tokens = []
-        common = _common_prefix(self._tokens, tokens)
+        common = common_prefix(self._tokens, tokens)
         for state in self._states.values():
             state.crop(common)
         self._tokens = tokens
@@ -302,6 +306,7 @@ class HandoffSession:
         fields = {
             key: getattr(report, key)
             for key in ("status", "source", "target", "tokens_mapped", "tokens_native", "tokens_history", "resync")
+            + ("tokens_repaired",)
         }
         emit(make_event("switch", **fields, times={"switch": report.seconds}), self.policy.on_event)
         return report
@@ -327,6 +332,11 @@ class HandoffSession:
         state, bridge = self._states[name], self.bridges[source, name]
         policy = replace(self.policy, on_rejection="error") if self.resync == ON_GATE else self.policy
         held, stop = state.length, self._mapped_stop(bridge, source)
+        if self.repair_history and state.cache is not None and state.first_mapped is not None:
+            suffix = max(bridge.native_parts(policy)[1], 1)
+            report.tokens_repaired = repair_history(
+                self.models[name], state.cache, self.input_ids, state.spans, bridge.mapper.config, policy, suffix
+            )
         try:
             cache = bridge.handoff(
                 self.input_ids.to(self.models[name].device),
@@ -373,23 +383,6 @@ class _StopWhen(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device, dtype=torch.bool)
-
-
-def _parse_resync(resync: str) -> int:
-    """N of `"every N"`, 0 for the other policies."""
-    words = resync.split() if isinstance(resync, str) else []
-    if resync in ("never", ON_GATE):
-        return 0
-    if len(words) == 2 and words[0] == "every" and words[1].isdecimal() and int(words[1]) > 0:
-        return int(words[1])
-    raise GenerateArgumentError(f"resync must be 'never', 'every N' (N of 1 or more) or 'on gate', got {resync!r}.")
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    for place, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return place
-    return min(len(first), len(second))
 
 
 __all__ = ["HandoffSession", "Span", "SwitchReport", "share_cache"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .errors import GenerateArgumentError
 from .handoff import HandoffReport
+
+ON_GATE = "on gate"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class SwitchReport:
         tokens_mapped, tokens_native: of the others, all but the conversation's last token, which gives the first
             logits.
         tokens_history: tokens of the conversation.
+        tokens_repaired: tokens handed over in earlier turns that the target recomputed for the question of this one.
         resync: whether the target read its mapped tokens again.
         seconds: by the host's clock.
         handoff: the report of the handoff, if there was one.
@@ -48,6 +53,7 @@ class SwitchReport:
     tokens_mapped: int = 0
     tokens_native: int = 0
     tokens_history: int = 0
+    tokens_repaired: int = 0
     resync: bool = False
     seconds: float = 0.0
     handoff: HandoffReport | None = None
@@ -110,4 +116,30 @@ def share_cache(cache: Cache | None) -> DynamicCache | None:
     return shared
 
 
-__all__ = ["ModelState", "Span", "SwitchReport", "layer_states", "share_cache"]
+def parse_resync(resync: str) -> int:
+    """N of `"every N"`, 0 for the other policies."""
+    words = resync.split() if isinstance(resync, str) else []
+    if resync in ("never", ON_GATE):
+        return 0
+    if len(words) == 2 and words[0] == "every" and words[1].isdecimal() and int(words[1]) > 0:
+        return int(words[1])
+    raise GenerateArgumentError(f"resync must be 'never', 'every N' (N of 1 or more) or 'on gate', got {resync!r}.")
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    for place, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return place
+    return min(len(first), len(second))
+
+
+__all__ = [
+    "ON_GATE",
+    "ModelState",
+    "Span",
+    "SwitchReport",
+    "common_prefix",
+    "layer_states",
+    "parse_resync",
+    "share_cache",
+]

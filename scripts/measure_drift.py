@@ -30,7 +30,14 @@ from kvbridge_hf.guard.peek import peek, run_columns
 from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.session import HandoffSession
 
-POLICIES = ("never", "every 5", "every 2", "on gate")
+# Name -> resync, and whether what was handed over in earlier turns is repaired for each new question.
+POLICIES = {
+    "never, history left": ("never", False),
+    "never": ("never", True),
+    "every 5": ("every 5", True),
+    "every 2": ("every 2", True),
+    "on gate": ("on gate", True),
+}
 LENGTHS = (256, 512, 1024)
 INCREMENT = 64
 
@@ -60,13 +67,13 @@ def converse(
     models: dict[str, Any],
     mappers: dict[Any, Any],
     tokenizer: Any,
-    resync: str,
+    resync: tuple[str, bool],
     gates: Gates,
     known: dict[Any, torch.Tensor],
 ) -> list[dict[str, Any]]:
     """One conversation under one policy; a record for each turn."""
     policy = HandoffPolicy(on_failure="prefill", gates=gates)
-    session = HandoffSession(models, mappers, tokenizer, policy, resync=resync)
+    session = HandoffSession(models, mappers, tokenizer, policy, resync=resync[0], repair_history=resync[1])
     session.send("system", conversation["system"])
     records = []
     for number, turn in enumerate(conversation["turns"]):
@@ -92,6 +99,7 @@ def converse(
                 "right_small": int(alone[-1, choices].argmax()) == turn["answer"],
                 "mapped_share": mapped / len(tokens),
                 "read_natively": switch.tokens_native,
+                "repaired": switch.tokens_repaired + (0 if switch.handoff is None else switch.handoff.tokens_repaired),
                 "lacking": switch.tokens_native + switch.tokens_mapped,
                 "status": switch.status,
                 "resync": switch.resync,
@@ -128,9 +136,10 @@ def drift_table(records: dict[str, list[dict[str, Any]]]) -> str:
     lines.append(f"| all | | {alone} | " + " | ".join(cells) + " |")
     cells = []
     for rows in records.values():
-        share = sum(row["read_natively"] for row in rows) / sum(row["tokens"] for row in rows)
-        cells.append(f"{share:.0%} of the history, {overall(rows, 'resync'):.0%} of turns resync")
-    lines.append("| read natively by large, a turn | | | | " + " | ".join(cells) + " |")
+        history = sum(row["tokens"] for row in rows)
+        shares = [sum(row[name] for row in rows) / history for name in ("read_natively", "repaired")]
+        cells.append(f"{shares[0]:.0%} read, {shares[1]:.0%} repaired, {overall(rows, 'resync'):.0%} of turns resync")
+    lines.append("| of the history, by large, a turn | | | | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -224,10 +233,10 @@ def main() -> None:
         conversations = [json.loads(line) for line in file][: args.conversations]
     records: dict[str, list[dict[str, Any]]] = {}
     known: dict[Any, torch.Tensor] = {}
-    for resync in POLICIES:
+    for name, resync in POLICIES.items():
         # Without a gate to act on, a rejection would hide what "never" means.
-        gates = Gates() if resync == "on gate" else Gates.off()
-        records[resync] = [
+        gates = Gates() if name == "on gate" else Gates.off()
+        records[name] = [
             record
             for conversation in conversations
             for record in converse(conversation, models, mappers, tokenizer, resync, gates, known)

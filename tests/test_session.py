@@ -112,6 +112,55 @@ def test_switches_between_equal_models_change_no_token():
     assert mapped[0] == 0 and mapped[1] > 0 and mapped[2] == 0 and mapped[3] > 0 and mapped[4] > 0
 
 
+@pytest.mark.parametrize("repaired", [True, False])
+def test_what_was_mapped_in_earlier_turns_is_repaired_for_the_question_of_this_one(repaired):
+    """With every token recomputed the history is the model's own; without it stays as it was mapped."""
+    session = HandoffSession(models(), mappers(), tokenizer(), repair_history=repaired)
+    session.send("user", text(20))
+    session.catch_up("small")
+    session.catch_up("large")
+    held = session.spans("large")[1]
+    assert held.origin == "small" and session.reports[-1].tokens_repaired == 0
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in session.cache_of("large").layers]
+    branch = session.branch()
+    session.policy = HandoffPolicy(native_fraction=1.0, repair="question")
+    session.send("user", text(6, 1))
+    session.catch_up("small")
+    report = session.catch_up("large")
+    columns = slice(held.start, held.stop)
+    if repaired:
+        assert report.tokens_repaired == held.stop - held.start
+        assert_native(session, "large", columns)
+    else:
+        assert report.tokens_repaired == 0
+    for caches in (session, branch):
+        for (keys, values), layer in zip(before, caches.cache_of("large").layers, strict=True):
+            # The branch shares the tensors, and keeps them as they were.
+            same = torch.equal(layer.keys[:, :, columns], keys[:, :, columns])
+            same &= torch.equal(layer.values[:, :, columns], values[:, :, columns])
+            assert same == (caches is branch or not repaired)
+
+
+def test_the_part_of_the_history_that_a_question_asks_for_is_repaired():
+    session = HandoffSession(models(), mappers(), tokenizer(), HandoffPolicy(question_tokens=6))
+    words = [f"w{index}" for index in range(40)]
+    session.send("user", " ".join(words))
+    session.catch_up("small")
+    session.catch_up("large")
+    before = session.cache_of("large").layers[2].values.clone()
+    session.policy = HandoffPolicy(native_fraction=0.25, repair="question", question_tokens=6)
+    session.send("user", "w71 w72 w73 w20")
+    session.catch_up("small")
+    report = session.catch_up("large")
+    after = session.cache_of("large").layers[2].values[:, :, : before.shape[2]]
+    changed = (after != before).any(3).any(1)[0].nonzero()[:, 0].tolist()
+    asked = session.input_ids[0].tolist().index(tokenizer().convert_tokens_to_ids("w20"))
+    assert len(changed) == report.tokens_repaired > 0 and asked in changed
+    # The question has the end of a message in common with the history, too.
+    end = session.input_ids[0].tolist().index(tokenizer().convert_tokens_to_ids("<end>"))
+    assert all(min(abs(column - asked), abs(column - end)) <= 8 for column in changed)
+
+
 def test_only_what_the_target_lacks_is_mapped_and_its_own_stays_native():
     session = HandoffSession(models(), mappers(), tokenizer())
     session.send("user", text(20))

@@ -33,6 +33,7 @@ Every event:
     status, tokens_mapped, tokens_native, times: as in `handoff`.
     source, target: names of the models; source is null where none was mapped from.
     tokens_history: tokens of the conversation.
+    tokens_repaired: tokens handed over earlier that the target recomputed for the question of this turn.
     resync: whether the target read its mapped tokens again.
 """
 
