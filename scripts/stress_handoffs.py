@@ -1,10 +1,11 @@
 """1,000 handoffs of random shapes, paddings, policies and injected faults through one bridge from 8 threads.
 
-    python scripts/stress_handoffs.py [--handoffs 1000] [--threads 8]
+    python scripts/stress_handoffs.py [--pair s-to-m] [--handoffs 1000] [--threads 8]
 
 Each must equal its single-threaded reference or be a visible fallback (and then equal the target's own result). Memory
 in use after all of them is compared with that after the first 50. Exits with 1 if a handoff is neither, or if memory
-has grown by more than 5 %. The cases are those of tests/stress_workload.py, on tiny random models.
+has grown by more than 5 %. The cases are those of tests/stress_workload.py, on tiny random models or on a pair of the
+bundled family.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from handoff_reference import pair  # noqa: E402
 from stress_workload import prepare, run_all  # noqa: E402
 
-from kvbridge_hf import KVBridge  # noqa: E402
+from kvbridge_hf import KVBridge, KVBridgeMapper, bundled  # noqa: E402
+from kvbridge_hf.demo import load_model  # noqa: E402
 
 WARM_UP = 50
 ALLOWED_GROWTH = 0.05
@@ -41,13 +44,25 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def models_of(name: str | None) -> tuple[Any, Any, Any]:
+    """Source, target and mapper."""
+    if name is None:
+        return pair(num_sinks=2, num_native_suffix=4)
+    source, target = (load_model(bundled.model_path(part)) for part in bundled.split_pair(name))
+    mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path(name)), dtype=torch.float32)
+    # The prompts are random tokens, which calibrated gates rejected one and all.
+    mapper.config.gates = {}
+    return source, target, mapper
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", help="pair of the bundled family instead of random models")
     parser.add_argument("--handoffs", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    source, target, mapper = pair(num_sinks=2, num_native_suffix=4)
+    source, target, mapper = models_of(args.pair)
     numbers = range(args.handoffs)
     started = time.perf_counter()
     references, natives = prepare(numbers, KVBridge(source, mapper), target)
@@ -68,6 +83,7 @@ def main() -> int:
     print(
         json.dumps(
             {
+                "pair": args.pair or "random models",
                 "handoffs": args.handoffs,
                 "threads": args.threads,
                 "status": counts,
