@@ -123,10 +123,15 @@ def facts(pair: Pair) -> list[tuple[str, str]]:
         ("source, reads", f"{pair.source_name} · {source['num_layers']} layers · {_count(pair.source)}"),
         ("target, answers", f"{pair.target_name} · {target['num_layers']} layers · {_count(pair.target)}"),
         ("mapper", f"{config.method}, {support}, k = {config.top_k} · {_count(pair.mapper)}"),
-        ("target reads itself", f"first {config.num_sinks}, last {max(1, config.num_native_suffix)} tokens"),
+        ("target reads itself", _own_reading(config)),
         ("gates", f"calibrated on {gates:,} rows" if gates else "not calibrated"),
         ("longest text", f"{pair.max_tokens:,} tokens"),
     ]
+
+
+def _own_reading(config: Any) -> str:
+    share = f", {config.native_fraction:.0%} of the rest" if config.native_fraction else ""
+    return f"first {config.num_sinks}, last {max(1, config.num_native_suffix)} tokens{share}"
 
 
 def _count(model: torch.nn.Module) -> str:

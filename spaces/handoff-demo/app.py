@@ -71,6 +71,7 @@ def build() -> gr.Blocks:
 
         with gr.Column(elem_id="prompt-area") as prompt_area:
             prompt = gr.Textbox(
+                actions.pairs.first_prompt(),  # so that the first click on "Run both" shows something
                 label="What the source has read",
                 lines=5,
                 max_lines=12,
@@ -88,7 +89,7 @@ def build() -> gr.Blocks:
                     halt = gr.Button("Stop", variant="stop", min_width=100, elem_id="stop")
                 with gr.Accordion("Settings, the same for both", open=False, elem_id="settings"):
                     with gr.Row():
-                        tokens = gr.Slider(1, 256, 48, step=1, label="New tokens, at most", min_width=180)
+                        tokens = gr.Slider(1, 256, 32, step=1, label="New tokens, at most", min_width=180)
                         temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature (0: greedy)", min_width=180)
                         top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top p", min_width=180)
                         seed = gr.Number(0, precision=0, label="Seed", min_width=100)
@@ -117,7 +118,7 @@ def build() -> gr.Blocks:
                         gr.Markdown("### What each attention head read: cosine to the target's own")
                         heat = gr.Plot(show_label=False, elem_id="heat")
 
-            with gr.Tab("Conversation", id="chat") as chat_tab:
+            with gr.Tab("Chat", id="chat") as chat_tab:
                 gr.Markdown("Choose who answers before each message. The other one takes over what was said so far.")
                 bot = gr.Chatbot(
                     show_label=False, height=380, elem_id="bot", placeholder="Nothing was said yet.", buttons=[]
@@ -141,7 +142,7 @@ def build() -> gr.Blocks:
                 switch_line, cache_strip = slot("switch"), slot("cache")
                 folder = gr.State(None)
 
-            with gr.Tab("Damage and guard", id="damage") as damage_tab:
+            with gr.Tab("Guard", id="damage") as damage_tab:
                 gr.Markdown(
                     "Noise on what is mapped, as a wrong or broken mapper would give. The gates look at the result "
                     "before the target starts; when one says no, the target reads the prompt itself."
@@ -149,6 +150,7 @@ def build() -> gr.Blocks:
                 with gr.Row():
                     amount = gr.Slider(0, 2, 0.5, step=0.05, label="Damage", scale=3, min_width=220, elem_id="amount")
                     sweep = gr.Button("Try all damages", min_width=140, elem_id="sweep")
+                    damage_halt = gr.Button("Stop", variant="stop", min_width=80)
                 damage_message, verdict = slot("damage-message"), slot("verdict")
                 curve = gr.Plot(visible=False, show_label=False, elem_id="curve")
 
@@ -165,7 +167,9 @@ def build() -> gr.Blocks:
 
         # The pair
         chosen = [key, custom, card, who, *examples]
-        page.load(handlers.choose_pair, choice, chosen, show_progress="hidden")
+        page.load(handlers.choose_pair, choice, chosen, show_progress="hidden").then(
+            handlers.count_tokens, [key, prompt], counter, show_progress="hidden"
+        )
         new_pair = [
             choice.change(handlers.choose_pair, choice, chosen),
             load.click(handlers.load_custom, [source, target, mapper, revision], chosen),
@@ -205,13 +209,16 @@ def build() -> gr.Blocks:
             button.click(partial(str, text), None, said, show_progress="hidden")
         # Damage
         shown = [damage_message, verdict, curve]
-        for event, handler in ((amount.release, handlers.damage), (sweep.click, handlers.damage_sweep)):
+        damages = [
             event(handler, [key, prompt, amount, tokens], shown, show_progress="minimal")
+            for event, handler in ((amount.release, handlers.damage), (sweep.click, handlers.damage_sweep))
+        ]
         # Latency
         measure.click(handlers.latency, [key, prompt, repeats], [latency_message, bars, remarks])
         # Stopping: a run looks for it after each token; in another process it has to be ended from outside.
-        for button in (halt, chat_halt):
-            button.click(handlers.stop, None, None, queue=False, cancels=[run, *turns] if ON_ZERO else None)
+        running = [run, *turns, *damages]
+        for button in (halt, chat_halt, damage_halt):
+            button.click(handlers.stop, None, None, queue=False, cancels=running if ON_ZERO else None)
         page.unload(handlers.leave)
     return page
 

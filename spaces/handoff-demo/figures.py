@@ -59,7 +59,7 @@ def cosine_map(cosines: Sequence[Sequence[float]]) -> go.Figure:
     )
     few = len(cosines) * len(cosines[0]) <= 96
     if few:
-        figure.update_traces(texttemplate="%{z:.2f}", textfont={"size": 11, "color": "#1d2530"})
+        figure.update_traces(texttemplate="%{z:.2f}", textfont={"size": 11})
     figure.update_xaxes(type="category")
     figure.update_yaxes(type="category")
     height = max(230, min(560, 90 + 34 * len(cosines)))
@@ -104,7 +104,7 @@ def damage_curve(verdicts: Sequence[Any], now: float | None = None) -> go.Figure
         y=[max(verdict.kl_unguarded, floor) for verdict in verdicts],
         mode="lines+markers",
         name="guard off",
-        line={"color": "#b23a48", "width": 2, "dash": "dot"},
+        line={"color": "#b23a48", "width": 6, "dash": "dot"},
         hovertemplate="damage %{x}<br>KL %{y:.4g}<extra>guard off</extra>",
     )
     figure.add_scatter(
@@ -123,7 +123,7 @@ def damage_curve(verdicts: Sequence[Any], now: float | None = None) -> go.Figure
     )
     if now is not None:
         figure.add_vline(x=now, line={"color": INK, "width": 1, "dash": "dash"})
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    figure.update_yaxes(type="log", exponentformat="power")
     legend = {"orientation": "h", "y": 1.14, "x": 0}
     return _dress(
         figure,

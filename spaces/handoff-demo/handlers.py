@@ -65,13 +65,13 @@ def example(key: str, place: int) -> Any:
 
 
 def count_tokens(key: str, prompt: str) -> str:
-    """How long the prompt is, while it is typed."""
+    """How long the prompt is, while it is typed, and what an example's answer is."""
     try:
         pair = actions.pairs.load(key)
         length = len(pair.tokenizer(prompt[:MAX_CHARACTERS])["input_ids"]) if prompt.strip() else 0
     except Exception:
         return ""
-    return f'<div class="kv-counter">{length:,} of {pair.max_tokens:,} tokens</div>'
+    return markup.counter(length, pair.max_tokens, pair.answer_to(prompt))
 
 
 def race(
@@ -94,26 +94,34 @@ def race(
         for kind, frame in actions.race_frames(key, prompt, settings, stop):
             if kind == "race":
                 snapshot = frame
-                yield (*_panes(pair, frame), gr.update(), gr.update(), HIDDEN)
+                yield (*_panes(pair, frame, prompt), gr.update(), gr.update(), HIDDEN)
                 continue
             heat = frame.cosines and figures.cosine_map(frame.cosines)
             shown = gr.update(value=heat, visible=True) if heat else HIDDEN
-            yield (*_panes(pair, snapshot), markup.strip(frame.tokens), shown, gr.update(visible=True))
+            yield (*_panes(pair, snapshot, prompt), markup.strip(frame.tokens), shown, gr.update(visible=True))
     except Exception as error:
         yield (markup.message(explain(error)), *[gr.update()] * 4, gr.update())
     finally:
         _end(request, stop)
 
 
-def _panes(pair: Any, snapshot: Any) -> tuple[str, str, str]:
+def _panes(pair: Any, snapshot: Any, prompt: str) -> tuple[str, str, str]:
+    answer = pair.answer_to(prompt)
     head = markup.message("Stopped. What was written until then stays.", "note") if snapshot.stopped else ""
     note = markup.report_note(snapshot.handoff.report, snapshot.source_seconds, snapshot.source_counted)
     native_note = f'<span class="kv-chip kv-native">{snapshot.prompt_tokens:,} native</span>'
     return (
         head,
-        markup.pane(snapshot.native, "native", "Full prefill", f"{pair.target_name} reads it all", native_note),
         markup.pane(
-            snapshot.handoff, "handoff", "Handoff", f"{pair.source_name} has read, {pair.target_name} goes on", note
+            snapshot.native, "native", "Full prefill", f"{pair.target_name} reads it all", native_note, answer
+        ),
+        markup.pane(
+            snapshot.handoff,
+            "handoff",
+            "Handoff",
+            f"{pair.source_name} has read, {pair.target_name} goes on",
+            note,
+            answer,
         ),
     )
 

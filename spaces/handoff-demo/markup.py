@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -22,8 +23,15 @@ def message(text: str, kind: str = "error") -> str:
     return f'<div class="kv-message kv-{kind}" role="status">{escape(text)}</div>' if text else ""
 
 
-def pane(lane: Any, kind: str, title: str, model: str, note: str = "") -> str:
-    """One pane of the race. `lane` is None before the first run."""
+def counter(tokens: int, most: int, answer: str = "") -> str:
+    """Under the prompt: its length, and what an example's text says."""
+    says = f"The text says: <b>{escape(answer)}</b> · " if answer else ""
+    return f'<div class="kv-counter">{says}{tokens:,} of {most:,} tokens</div>'
+
+
+def pane(lane: Any, kind: str, title: str, model: str, note: str = "", answer: str = "") -> str:
+    """One pane of the race. `lane` is None before the first run; `answer` is how a right text begins, where known."""
+    mark = _mark(lane.text, answer) if lane is not None and answer and len(lane.tokens) > 1 else ""
     if lane is None:
         body, stats, state = '<span class="kv-ghost">The answer appears here.</span>', "", ""
     else:
@@ -32,7 +40,7 @@ def pane(lane: Any, kind: str, title: str, model: str, note: str = "") -> str:
             '<div class="kv-stats">'
             f'<div><b class="kv-ttft">{seconds(lane.first_token)}</b><span>to first token</span></div>'
             f'<div><b class="kv-speed">{speed}</b><span>tokens/s after it</span></div>'
-            f'<div><b class="kv-count">{len(lane.tokens)}</b><span>tokens</span></div></div>'
+            f'<div><b class="kv-count">{len(lane.tokens)}</b><span>tokens</span></div>{mark}</div>'
         )
         text = escape(lane.text)
         cursor = "" if lane.done else '<span class="kv-cursor"></span>'
@@ -46,6 +54,11 @@ def pane(lane: Any, kind: str, title: str, model: str, note: str = "") -> str:
         f"<b>{escape(title)}</b><small>{escape(model)}</small></header>{stats}"
         f'<div class="kv-text">{body}</div>{foot}</section>'
     )
+
+
+def _mark(text: str, answer: str) -> str:
+    right = re.match(rf"\W*{re.escape(answer)}\b", text) is not None
+    return f'<span class="kv-mark {"kv-right" if right else "kv-wrong"}">{"✓ right" if right else "✗ wrong"}</span>'
 
 
 def report_note(report: Any, source_seconds: float | None, source_counted: bool) -> str:
@@ -189,6 +202,7 @@ def pair_card(facts: Sequence[tuple[str, str]]) -> str:
 
 __all__ = [
     "cache_strip",
+    "counter",
     "kl_class",
     "latency_note",
     "message",

@@ -9,11 +9,12 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from machine import whole_machine
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from zero import ON_ZERO
 
 from kvbridge_hf import HandoffFallbackWarning, HandoffPolicy, KVBridge, KVBridgeConfig, KVBridgeMapper, bundled
 from kvbridge_hf.demo import load_model
@@ -33,6 +34,14 @@ class PairError(KVBridgeError, ValueError):
     """A pair that was asked for cannot be loaded here."""
 
 
+class Example(NamedTuple):
+    """A prompt to click; `answer` is how a right continuation begins, where that is known."""
+
+    label: str
+    prompt: str
+    answer: str = ""
+
+
 @dataclass
 class Pair:
     """Two loaded models with the bridge from the one to the other, and back where there is a mapper for it."""
@@ -45,7 +54,7 @@ class Pair:
     tokenizer: Any
     bridge: KVBridge
     back: KVBridgeMapper | None = None
-    examples: list[tuple[str, str]] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
 
     @property
     def mapper(self) -> KVBridgeMapper:
@@ -56,6 +65,10 @@ class Pair:
         """Tokens that both models can hold."""
         lengths = [m.config.get_text_config().max_position_embeddings for m in (self.source, self.target)]
         return int(min(lengths))
+
+    def answer_to(self, prompt: str | None) -> str:
+        """How a right continuation of an example begins; empty for any other text."""
+        return next((example.answer for example in self.examples if example.prompt == (prompt or "").strip()), "")
 
 
 class Pairs:
@@ -82,7 +95,7 @@ class Pairs:
             return None
 
     def bundled(self) -> list[tuple[str, str]]:
-        """`(label, key)` of the bundled pairs, `m-to-l` first where it is there."""
+        """`(label, key)` of the bundled pairs, `s-to-m` first where it is there."""
         folder = self.family
         if folder is None or not (folder / "mappers").is_dir():
             return []
@@ -92,8 +105,13 @@ class Pairs:
             if (mapper / "config.json").is_file() and len(ends) == 2:
                 if all((folder / "models" / f"tinytown-{end}").is_dir() for end in ends):
                     keys.append(mapper.name)
-        keys.sort(key=lambda key: key != "m-to-l")
+        keys.sort(key=lambda key: key != "s-to-m")
         return [("tinytown-{} → tinytown-{}".format(*key.split("-to-")), key) for key in keys]
+
+    def first_prompt(self) -> str:
+        """The first example of the bundled family; a short story where the installation lacks it."""
+        examples = family_examples(self.family) if self.bundled() and self.family is not None else []
+        return examples[0].prompt if examples else PLAIN_STORY
 
     def load(self, key: str) -> Pair:
         """A bundled pair by its key, or one loaded by [`load_custom`] before.
@@ -144,7 +162,7 @@ class Pairs:
         with self._lock:
             if key not in self._loaded:
                 pair = _load(key, source, target, mapper, None, revision or None)
-                pair.examples = [("A short story", PLAIN_STORY)]
+                pair.examples = [Example("A short story", PLAIN_STORY)]
                 self._keep(pair)
             self._loaded.move_to_end(key)
             return self._loaded[key]
@@ -180,7 +198,8 @@ def _load(
     back = None if back_path is None else load_mapper(back_path)
     names = [Path(path).name if Path(path).is_dir() else path for path in (source_path, target_path)]
     pair = Pair(key, *names, source, target, tokenizer, bridge, back)
-    _warm_up(pair)
+    if not ON_ZERO:  # there the GPU comes with a call, and this is none
+        _warm_up(pair)
     return pair
 
 
@@ -202,15 +221,15 @@ PLAIN_STORY = (
 )
 
 
-def family_examples(folder: Path) -> list[tuple[str, str]]:
-    """`(label, prompt)` from the bundled test questions: short and long stories, each with a question at its end."""
+def family_examples(folder: Path) -> list[Example]:
+    """From the bundled test questions: short and long stories, each with a question at its end."""
     from kvbridge_hf.evaluation import load_questions
 
-    chosen = []
+    chosen: list[Example] = []
     for label, name, kinds in (
-        ("Who has it?", "test", ("thing",)),
-        ("Where do they live?", "test", ("city",)),
-        ("Two steps of thought", "test", ("thing_city", "friend_city")),
+        ("Where do they live?", "test", ("city", "thing")),
+        ("How many coins?", "test", ("coins",)),
+        ("Who told whom?", "test", ("listener", "teller")),
         ("A long story", "test_long", ()),
         ("A diary", "test_diary", ()),
     ):
@@ -219,13 +238,13 @@ def family_examples(folder: Path) -> list[tuple[str, str]]:
             continue
         questions = load_questions(path)
         fitting = [question for question in questions if question.kind in kinds] or questions
-        used = {prompt for _, prompt in chosen}
+        used = {example.prompt for example in chosen}
         for question in fitting:
             prompt = f"{question.context} {question.question}"
             if prompt not in used:
-                chosen.append((label, prompt))
+                chosen.append(Example(label, prompt, question.choices[question.answer].strip()))
                 break
     return chosen
 
 
-__all__ = ["Pair", "PairError", "Pairs", "family_examples"]
+__all__ = ["Example", "Pair", "PairError", "Pairs", "family_examples"]
