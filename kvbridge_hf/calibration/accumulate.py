@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..errors import FitConfigError
 from ..fingerprint import model_fingerprint, tokenizer_fingerprint
 from ..geometry import KVGeometry
-from ..mappers.config import FitConfig
 from ..segment_boundaries import boundary_tokens
 from .layout import StatisticsLayout
 from .probe import probed
 from .statistics import COUNTS, CalibrationStatistics, Statistics
 from .traces import Batch, NonFiniteError, Trace, TracedModel, evaluating, join_contents, kept_tokens
 from .weighting import SensitivityMoments
+
+if TYPE_CHECKING:  # methods import this module
+    from ..mappers.config import FitConfig
 
 # Settings that shape the statistics; a fit from them must ask for the same.
 SHAPING = ("num_sinks", "token_stride", "heldout_fraction", "seed")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,11 +19,13 @@ from torch import nn
 from ..attention_outputs import output_projections
 from ..config_facts import text_config
 from ..errors import CalibrationError, UnsupportedModelError
-from ..mappers.config import FitConfig
 from ..rotary import positions_from_mask
 from .accumulate import fitted_part
 from .probe import _Probe, _probing, boundary_columns
 from .traces import Batch, NonFiniteError, TracedModel, evaluating
+
+if TYPE_CHECKING:
+    from ..mappers.config import FitConfig
 
 # Keys that are drawn for each query; the mean over many queries is what counts.
 DRAWS = 4
