@@ -42,6 +42,8 @@ class KVBridgeConfig(PreTrainedConfig):
             Last tokens of a prompt that the fit recommends to leave to the target.
         native_fraction (`float`, defaults to 0.0), repair (`str`), native_layers (`int`, defaults to 0):
             What a handoff with this mapper should recompute natively, and how it chooses; see [`HandoffPolicy`].
+        repair_scorer (`dict`):
+            Layers, heads and rank of the scorer behind `repair="learned"`, and how it was fitted; empty without one.
         boundary_tokens (`list[int]`):
             Ids of the tokens that end a sentence or a line, so that repair takes whole ones; empty where the fit did
             not know the tokenizer.
@@ -73,6 +75,7 @@ class KVBridgeConfig(PreTrainedConfig):
     native_fraction: float = 0.0
     repair: str = "question"
     native_layers: int = 0
+    repair_scorer: dict[str, Any] = field(default_factory=dict)
     boundary_tokens: list[int] = field(default_factory=list)
     max_calibrated_positions: int | None = None
     fit: dict[str, Any] = field(default_factory=dict)

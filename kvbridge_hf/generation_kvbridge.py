@@ -196,7 +196,7 @@ class KVBridge:
                 gate,
             )
             if handed is not None:
-                apply_native_parts(cache, handed, self.source_model, target_model, self.mapper.config, policy, report)
+                apply_native_parts(cache, handed, self.source_model, target_model, self.mapper, policy, report)
                 judge(gate, cache, handed, self.source_model, target_model, policy, request_id)
             # A failing map must not surprise the target in the middle of its first forward.
             return cache.map_all() if policy.on_failure == "prefill" else cache

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention_reading import attention_to_prefix
+from .cache_argument import cache_kwargs
 from .cache_kvbridge import BridgedCache, BridgedLayer
 from .errors import GenerateArgumentError
 from .guard.gates import Handed
@@ -27,10 +28,13 @@ from .repair_choice import (
     random_scores,
     recency_scores,
     segment_question_scores,
+    segment_word_scores,
     segments_of,
     surprise_scores,
 )
 from .repair_drift import RepairDrift
+from .repair_scorer import RepairScorer, query_features, scorer_features
+from .rotary import ContentRotary, positions_from_mask
 
 # The source's last tokens, whose attention says what later tokens look at (`choice="sensitivity"`).
 SENSITIVITY_WINDOW = 32
@@ -41,11 +45,12 @@ def apply_native_parts(
     handed: Handed,
     source_model: PreTrainedModel,
     target_model: PreTrainedModel,
-    config: Any,
+    mapper: Any,
     policy: HandoffPolicy,
     report: HandoffReport,
 ) -> None:
     """Replace parts of a handed-over cache by the target's own, in place, as the policy (or else the mapper) says."""
+    config = mapper.config
     num_layers = config.native_layers if policy.native_layers is None else policy.native_layers
     fraction = config.native_fraction if policy.native_fraction is None else policy.native_fraction
     if num_layers == 0 and fraction == 0:
@@ -70,7 +75,7 @@ def apply_native_parts(
         choice = config.repair if policy.repair is None else policy.repair
         with report.timed("repair_choice"):
             boundaries = torch.tensor(config.boundary_tokens, dtype=torch.long)
-            scores = _scores(choice, cache, handed, source_model, target_model, policy.question_tokens, boundaries)
+            scores = _scores(choice, cache, handed, source_model, target_model, mapper, policy, boundaries)
             eligible = handed.valid & (handed.position_ids >= handed.num_sinks)
             chosen = choose(scores.to(eligible.device), eligible, fraction)
         with report.timed("repair"):
@@ -101,13 +106,17 @@ def _scores(
     handed: Handed,
     source_model: PreTrainedModel,
     target_model: PreTrainedModel,
-    question_tokens: int,
+    mapper: Any,
+    policy: HandoffPolicy,
     boundaries: torch.Tensor,
 ) -> torch.Tensor:
     """Scores of the handed-over columns, `(batch, stop - start)`."""
 
     def by_question() -> torch.Tensor:
-        return _by_question(handed, question_tokens, boundaries)
+        return _by_question(handed, policy.question_tokens, boundaries)
+
+    def by_scorer() -> torch.Tensor:
+        return _by_scorer(handed, source_model, mapper.repair_scorer, policy.question_tokens, boundaries)
 
     def by_source() -> torch.Tensor:
         return _by_source(handed, source_model, handed.mask[:, handed.stop :])
@@ -133,6 +142,7 @@ def _scores(
         "surprise": by_surprise,
         "recency": lambda: recency_scores(handed.valid),
         "random": lambda: random_scores(handed.valid),
+        "learned": by_scorer,
     }
     found = [ways[name]().to(handed.valid.device) for name in choice.split("+")]
     return found[0] if len(found) == 1 else combine(*found)
@@ -140,27 +150,93 @@ def _scores(
 
 def _by_question(handed: Handed, question_tokens: int, boundaries: torch.Tensor) -> torch.Tensor:
     assert handed.input_ids is not None
-    mask = handed.mask.to(handed.input_ids.device)
-    count = max(int(mask[:, handed.stop :].sum(1).max()), question_tokens)
-    return scores_by_question(handed.input_ids, mask, slice(handed.start, handed.stop), count, boundaries)
+    mask, covered = handed.mask.to(handed.input_ids.device), slice(handed.start, handed.stop)
+    return scores_by_question(handed.input_ids, mask, covered, _question_length(handed, question_tokens), boundaries)
+
+
+def _question_length(handed: Handed, question_tokens: int) -> torch.Tensor:
+    """Tokens of each row's question, `(batch,)`: what the cache does not cover, or else so many at least."""
+    return handed.mask[:, handed.stop :].sum(1).clamp(min=question_tokens)
 
 
 def scores_by_question(
-    input_ids: torch.Tensor, mask: torch.Tensor, covered: slice, question_tokens: int, boundaries: torch.Tensor
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    covered: slice,
+    question_tokens: int | torch.Tensor,
+    boundaries: torch.Tensor,
 ) -> torch.Tensor:
     """Scores of the covered columns by the last `question_tokens` tokens of each row, wherever its padding stands.
 
     Args:
         input_ids, mask: `(batch, columns)`, the whole prompt's.
         covered: the columns that may be recomputed.
+        question_tokens: for all rows, or `(batch,)`.
         boundaries: token ids that end a segment; none to score tokens one by one.
     """
-    last = torch.argsort(mask.long(), dim=1, stable=True)[:, -question_tokens:]
+    question = last_tokens(input_ids, mask, question_tokens)
     valid, ids = mask[:, covered], input_ids[:, covered]
-    question = input_ids.gather(1, last), mask.gather(1, last)
     if boundaries.numel() == 0:
         return question_scores(ids, valid, *question)
     return segment_question_scores(ids, valid, *question, segments_of(ids, valid, boundaries))
+
+
+def last_tokens(
+    input_ids: torch.Tensor, mask: torch.Tensor, count: int | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last `count` tokens of each row side by side, and which of them are tokens of the row's own count."""
+    counts = torch.as_tensor(count, device=input_ids.device).expand(len(input_ids))
+    width = min(int(counts.max()), input_ids.shape[1]) if len(counts) else 0
+    order = torch.argsort(mask.long(), dim=1, stable=True)[:, input_ids.shape[1] - width :]
+    own = torch.arange(width, 0, -1, device=input_ids.device) <= counts[:, None]
+    return input_ids.gather(1, order), mask.gather(1, order).bool() & own
+
+
+def _by_scorer(
+    handed: Handed,
+    source_model: PreTrainedModel,
+    scorer: RepairScorer | None,
+    question_tokens: int,
+    boundaries: torch.Tensor,
+) -> torch.Tensor:
+    """What the mapper's own heads say, from the source's cache of the prompt and of the question."""
+    assert handed.input_ids is not None
+    if scorer is None:
+        raise GenerateArgumentError(
+            "repair='learned' needs a mapper with a fitted scorer, and this one has none. Fit it with lookups (see "
+            "calibration.repair_scorer.fit_repair_scorer), or choose by 'question'."
+        )
+    held = handed.source_mask.shape[1]
+    copied, ids, mask = _on_source(handed, handed.input_ids[:, handed.stop :], handed.mask[:, handed.stop :], held)
+    positions = positions_from_mask(mask)
+    if bool(mask[:, held:].any()):
+        source_model(
+            input_ids=ids[:, held:].to(source_model.device),
+            attention_mask=mask.to(source_model.device),
+            position_ids=positions[:, held:].to(source_model.device),
+            use_cache=True,
+            return_dict=True,
+            **cache_kwargs(copied),
+        )
+    else:
+        mask, positions = mask[:, :held], positions[:, :held]
+    features = scorer_features(copied.layers, ContentRotary.from_model(source_model), positions, scorer.layers)
+    home = scorer.query_bias.device
+    features, mask = features.masked_fill(~mask.bool()[..., None], 0).to(home), mask.to(home)
+    found = scorer.token_scores(features[:, :held], query_features(features, mask, scorer.window))
+    place = _source_columns(handed)[:, None].to(home).expand(-1, found.shape[1], -1)
+    found = found.gather(2, place)
+
+    prompt, whole = handed.input_ids.to(home), handed.mask.to(home)
+    valid, covered = handed.valid.to(home), prompt[:, handed.start : handed.stop]
+    segments = segments_of(covered, valid, boundaries)
+    question = last_tokens(prompt, whole, _question_length(handed, question_tokens).to(home))
+    words = segment_word_scores(covered, valid, *question, segments)
+    eligible = valid & (handed.position_ids.to(home) >= handed.num_sinks)
+    of_segments = scorer.segment_scores(found, words, segments, eligible)
+    behind = (of_segments.amax(-1, keepdim=True) - of_segments).gather(1, segments)
+    # From 0 to 1, so that they can be joined with others.
+    return (1 / (1 + behind)).nan_to_num(0.0).masked_fill(~eligible, 0)
 
 
 def _by_source(handed: Handed, source_model: PreTrainedModel, question_mask: torch.Tensor | None) -> torch.Tensor:
@@ -177,19 +253,31 @@ def _by_source(handed: Handed, source_model: PreTrainedModel, question_mask: tor
         held, tail = columns, question_mask.to(device)
         tail_ids = handed.input_ids[:, handed.stop :].to(device)
         _need_question(tail)
-    copied = DynamicCache()
-    for index, layer in enumerate(handed.source.layers):
-        copied.update(layer.keys[:, :, :held], layer.values[:, :, :held], index)
-    ids = torch.cat([tail_ids.new_zeros(tail_ids.shape[0], held), tail_ids], dim=1)
-    mask = torch.cat([read[:, :held], tail], dim=1).long()
+    copied, ids, mask = _on_source(handed, tail_ids, tail, held)
     attention = attention_to_prefix(source_model, copied, ids, mask)
     spread = (0, 0) if question_mask is None else (6, 2)
     scores = attention_scores(attention, read[:, :held], before=spread[0], after=spread[1])
     scores = torch.nn.functional.pad(scores, (0, columns - held))
-    # From the source's columns to the prompt's, token by token.
-    order = torch.argsort((~read).long(), dim=-1, stable=True)
-    place = handed.position_ids.to(device).clamp(max=columns - 1)
-    return scores.gather(1, order.gather(1, place))
+    return scores.gather(1, _source_columns(handed).to(device))
+
+
+def _on_source(
+    handed: Handed, ids: torch.Tensor, mask: torch.Tensor, held: int
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+    """A copy of the source's cache of its first `held` columns, and ids and mask with further columns behind them."""
+    copied = DynamicCache()
+    for index, layer in enumerate(handed.source.layers):
+        copied.update(layer.keys[:, :, :held], layer.values[:, :, :held], index)
+    read = handed.source_mask[:, :held].to(handed.source.layers[0].keys.device)
+    ids, mask = ids.to(read.device), mask.to(read.device)
+    ids = torch.cat([ids.new_zeros(ids.shape[0], held), ids], dim=1)
+    return copied, ids, torch.cat([read, mask.bool()], dim=1).long()
+
+
+def _source_columns(handed: Handed) -> torch.Tensor:
+    """The source's column of each handed-over column, `(batch, stop - start)`, token by token."""
+    order = torch.argsort((~handed.source_mask).long(), dim=-1, stable=True)
+    return order.gather(1, handed.position_ids.to(order.device).clamp(max=order.shape[1] - 1))
 
 
 def _by_target(cache: BridgedCache, handed: Handed, target_model: PreTrainedModel) -> torch.Tensor:
@@ -216,4 +304,4 @@ def _need_question(mask: torch.Tensor) -> None:
         )
 
 
-__all__ = ["apply_native_parts", "scores_by_question"]
+__all__ = ["apply_native_parts", "last_tokens", "scores_by_question"]

@@ -14,6 +14,7 @@ from .configuration_kvbridge import KVBridgeConfig
 from .errors import ArtifactError, CacheMismatchError
 from .hub.artifact import ArtifactMixin
 from .kernels import map_full_head, map_head_local
+from .repair_scorer import RepairScorer
 
 
 class SourceContent:
@@ -328,6 +329,9 @@ class KVBridgeMapper(ArtifactMixin, PreTrainedModel):
         if config.support == "head_local":
             self.register_buffer("source_heads", torch.tensor(config.head_assignment, dtype=torch.long))
         self.method.build(self)
+        # A part of the artifact that no map reads: what a handoff repairs is chosen by it.
+        scorer = RepairScorer(config.repair_scorer, config.source_geometry) if config.repair_scorer else None
+        self.repair_scorer: RepairScorer | None = scorer
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -7,6 +7,7 @@
     sensitivity       tokens that the source's own later tokens attend to
     recency           the last tokens
     random            the control
+    learned           small heads on the source's cache, fitted to where the target looks (`repair_scorer.py`)
 
 Several can be joined by `+`; each is then scaled to a maximum of 1.
 
@@ -20,7 +21,24 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-CHOICES = ("question", "source_attention", "target_attention", "surprise", "sensitivity", "recency", "random")
+CHOICES = (
+    "question",
+    "source_attention",
+    "target_attention",
+    "surprise",
+    "sensitivity",
+    "recency",
+    "random",
+    "learned",
+)
+
+# Tokens of a piece of text where it is not known what ends a sentence.
+PIECE = 8
+
+
+def without_learned(choice: str) -> str:
+    """The choice of a mapper that has no scorer: the other ways, or else by the question."""
+    return "+".join(way for way in choice.split("+") if way != "learned") or "question"
 
 
 def neighbourhood(scores: torch.Tensor, before: int, after: int) -> torch.Tensor:
@@ -83,7 +101,12 @@ def question_scores(
 
 
 def segments_of(input_ids: torch.Tensor, valid: torch.Tensor, boundaries: torch.Tensor) -> torch.Tensor:
-    """Number of the segment (sentence, line) of each token, `(batch, tokens)`; a boundary ends its segment."""
+    """Number of the segment (sentence, line) of each token, `(batch, tokens)`; a boundary ends its segment.
+
+    Where no boundaries are known, pieces of [`PIECE`] of a row's own tokens.
+    """
+    if boundaries.numel() == 0:
+        return (valid.long().cumsum(-1) - 1).clamp(min=0) // PIECE
     ends = torch.isin(input_ids, boundaries.to(input_ids.device)) & valid
     return functional.pad(ends[:, :-1].long(), (1, 0)).cumsum(-1)
 
@@ -119,22 +142,53 @@ def segment_question_scores(
 
     A word weighs `log(n / c)^2`, where it stands in `c` of the `n` segments.
     """
-    batch, tokens = input_ids.shape
-    same = (input_ids[:, :, None] == input_ids[:, None, :]) & valid[:, None, :]
-    # A token counts where no earlier one of its segment is the same word.
-    together = segments[:, :, None] == segments[:, None, :]
-    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=input_ids.device).tril(-1)
-    first = ~(same & together & earlier).any(-1) & valid
-    counts = (same & first[:, None, :]).sum(-1).clamp(min=1)
-    number = segments.amax(-1, keepdim=True) + 1
-    weight = torch.log((number + 1) / counts).clamp(min=0).square()
-    asked = ((input_ids[:, :, None] == question_ids[:, None, :]) & question_valid[:, None, :]).any(-1) & valid
+    same, weight, first, asked = _segment_words(input_ids, valid, question_ids, question_valid, segments)
     scores = pool_segments(weight * (asked & first), segments, carry=carry)
     for _ in range(hops - 1):
         found = torch.where(same, (scores * valid * ~asked)[:, None, :], 0.0).amax(-1)
         found = found / scores.amax(-1, keepdim=True).clamp(min=1e-9)
         scores = scores + hop_weight * pool_segments(found.square() * weight * (first & ~asked), segments, carry=0.0)
     return scores.masked_fill(~valid, 0)
+
+
+def segment_word_scores(
+    input_ids: torch.Tensor,
+    valid: torch.Tensor,
+    question_ids: torch.Tensor,
+    question_valid: torch.Tensor,
+    segments: torch.Tensor,
+) -> torch.Tensor:
+    """What the question's words in each segment weigh, as in [`segment_question_scores`], at most 1 in a row.
+
+    Returns:
+        `(batch, segments)`, float32.
+    """
+    _, weight, first, asked = _segment_words(input_ids, valid, question_ids, question_valid, segments)
+    count = int(segments.max()) + 1
+    totals = weight.new_zeros(len(weight), count).scatter_add_(1, segments, weight * (asked & first))
+    return totals / totals.amax(-1, keepdim=True).clamp(min=1e-9)
+
+
+def _segment_words(
+    input_ids: torch.Tensor,
+    valid: torch.Tensor,
+    question_ids: torch.Tensor,
+    question_valid: torch.Tensor,
+    segments: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Which tokens are the same word, what a word weighs, whether a token is its segment's first of it, and asked."""
+    tokens = input_ids.shape[1]
+    same = (input_ids[:, :, None] == input_ids[:, None, :]) & valid[:, None, :]
+    # A token counts where no earlier one of its segment is the same word.
+    together = segments[:, :, None] == segments[:, None, :]
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=input_ids.device).tril(-1)
+    first = ~(same & together & earlier).any(-1) & valid
+    counts = (same & first[:, None, :]).sum(-1).clamp(min=1)
+    # Padding behind a row's last segment makes no segment of its own.
+    number = segments.masked_fill(~valid, 0).amax(-1, keepdim=True) + 1
+    weight = torch.log((number + 1) / counts).clamp(min=0).square()
+    asked = ((input_ids[:, :, None] == question_ids[:, None, :]) & question_valid[:, None, :]).any(-1) & valid
+    return same, weight, first, asked
 
 
 def random_scores(valid: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -202,6 +256,8 @@ __all__ = [
     "random_scores",
     "recency_scores",
     "segment_question_scores",
+    "segment_word_scores",
     "segments_of",
     "surprise_scores",
+    "without_learned",
 ]

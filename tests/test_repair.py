@@ -103,7 +103,7 @@ def test_repairs_after_columns_that_stand_in_another_cache():
     assert front.get_seq_length() == 7
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, "question+source_attention"])
+@pytest.mark.parametrize("choice", [*(way for way in CHOICES if way != "learned"), "question+source_attention"])
 def test_every_choice_keeps_its_budget_whatever_the_padding(choice):
     source, target, mapper = pair("qwen3", "llama")
     chosen = {}
@@ -119,6 +119,26 @@ def test_every_choice_keeps_its_budget_whatever_the_padding(choice):
         assert cache.report.tokens_mapped + cache.report.tokens_native == int(mask.sum())
         chosen[side] = cache.repaired[0]  # the row without padding
     assert torch.equal(chosen["left"], chosen["right"])
+
+
+def test_a_row_chooses_by_its_own_question_whatever_stands_beside_it():
+    """The question of one row is 11 tokens long and fills the suffix, that of the other 3."""
+    source, target, mapper = pair("qwen3", "llama")
+    ids, mask = batch([32, 24], side="left")
+    # The short row's suffix is padding but for its last three columns; its context ends before.
+    whole = torch.cat([ids[1, 8:29], torch.zeros(8, dtype=torch.long), ids[1, 29:32]])
+    keep = torch.cat([torch.ones(21), torch.zeros(8), torch.ones(3)]).long()
+    policy = HandoffPolicy(
+        num_sinks=0, num_native_suffix=11, native_fraction=0.3, repair="question", question_tokens=2
+    )
+    both = KVBridge(source, mapper, policy).handoff(
+        torch.stack([ids[0], whole]), torch.stack([mask[0], keep]), target_model=target
+    )
+    alone = KVBridge(
+        source, mapper, HandoffPolicy(num_sinks=0, num_native_suffix=3, native_fraction=0.3, question_tokens=2)
+    )
+    single = alone.handoff(whole[keep.bool()][None], None, target_model=target)
+    assert torch.equal(both.repaired[1], single.repaired[0])
 
 
 def test_repaired_columns_change_and_no_others():

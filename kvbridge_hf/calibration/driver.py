@@ -60,7 +60,8 @@ def fit_mapper(
         progress: Show a bar (never outside a terminal).
         output_dir: Where a distillation keeps its checkpoints, to go on from after an interruption; see
             [`~mappers.distillation.distill`].
-        lookups: Texts with questions about them, for a distillation with `lookup_fraction`; see there.
+        lookups: Texts with questions about them, for a distillation with `lookup_fraction` (see there) and for
+            `repair="learned"` (see [`~calibration.repair_scorer.fit_repair_scorer`]).
 
     Returns:
         The mapper, in eval mode on the CPU. `config.fit` holds settings, counts, versions and the R^2 of keys and
@@ -78,6 +79,7 @@ def fit_mapper(
             f"{reasons[0]} reads the data twice, but token_batches is an iterator and can be read once "
             "only. Pass a list, a dataset or a DataLoader."
         )
+    lookups = None if lookups is None else list(lookups)
     data = FitData(source_model, target_model, token_batches, progress, lookups)
     statistics = collect_statistics(
         source_model, target_model, token_batches, config, tokenizer=tokenizer, dataset=dataset, progress=progress
@@ -99,23 +101,41 @@ def fit_and_distill(context: FitContext, output_dir: Any = None) -> KVBridgeMapp
     """
     config, data = context.config, context.data
     mapper = get_fit(config.method).fit(context)
-    if config.distillation is None:
-        return mapper
-    from ..mappers.distillation import distill  # transformers.Trainer is slow to import
+    if config.distillation is not None:
+        from ..mappers.distillation import distill  # transformers.Trainer is slow to import
 
-    assert data is not None
-    return distill(
-        mapper,
-        data.source_model,
-        data.target_model,
-        data.token_batches,
-        config.distillation,
-        lookups=data.lookups,
-        heldout_fraction=config.heldout_fraction,
-        seed=config.seed,
-        output_dir=output_dir,
-        progress=data.progress,
-    )
+        assert data is not None
+        mapper = distill(
+            mapper,
+            data.source_model,
+            data.target_model,
+            data.token_batches,
+            config.distillation,
+            lookups=data.lookups,
+            heldout_fraction=config.heldout_fraction,
+            seed=config.seed,
+            output_dir=output_dir,
+            progress=data.progress,
+        )
+    return _fit_choice(mapper, config, data)
+
+
+def _fit_choice(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
+    """Fit what chooses the tokens to repair, where the settings ask for it and there are lookups to learn from."""
+    if "learned" not in config.repair.split("+"):
+        return mapper
+    if data is None or data.lookups is None:
+        logger.warning(
+            "repair='learned' needs lookups= (texts with questions about them) and got none, so this mapper chooses "
+            "what to repair by %r.",
+            mapper.config.repair,
+        )
+        return mapper
+    from .repair_scorer import fit_repair_scorer
+
+    fit_repair_scorer(mapper, data.source_model, data.target_model, data.lookups, seed=config.seed)
+    mapper.config.repair = config.repair
+    return mapper
 
 
 def _reads_again(config: FitConfig) -> list[str]:

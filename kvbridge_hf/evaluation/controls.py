@@ -112,9 +112,14 @@ class BridgeHandoff:
                 "target_attention": target.flops(num_question, num_tokens),
                 "surprise": source.flops(num_tokens),
                 "sensitivity": source.flops(min(SENSITIVITY_WINDOW, num_tokens), num_tokens),
+                "learned": source.flops(num_question, num_tokens) + self._scorer_flops(num_tokens),
             }.get(way, 0.0)
             for way in ways
         )
+
+    def _scorer_flops(self, num_tokens: int) -> float:
+        scorer = self.mapper.repair_scorer
+        return 0.0 if scorer is None else scorer.flops(num_tokens)
 
     def for_questions(self, batch: Batch) -> Cache | None:
         """One handoff for every row of a batch, of its prefix as the source has read it, with its question at hand."""

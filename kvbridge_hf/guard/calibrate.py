@@ -131,7 +131,7 @@ def _observe(
                 found.norms[2 * index + kind].extend(of_batch[-1])
         found.batches.append((of_batch, int(rows.sum())))
         found.tokens += int(mapped.sum())
-        apply_native_parts(cache, handed, bridge.source_model, target, bridge.mapper.config, policy, gate.report)
+        apply_native_parts(cache, handed, bridge.source_model, target, bridge.mapper, policy, gate.report)
         scores = suffix_scores(target, bridge.source_model, cache, handed, keep_columns=False)
         if scores is not None:
             found.scores.append(_select(scores, rows.cpu() & (scores.tokens > 0)))

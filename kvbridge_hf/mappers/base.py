@@ -18,6 +18,7 @@ from ..calibration.weighting import SensitivityMoments
 from ..configuration_kvbridge import KVBridgeConfig
 from ..errors import FitConfigError
 from ..modeling_kvbridge import KVBridgeMapper
+from ..repair_choice import without_learned
 from .config import FitConfig
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class FitMethod(ABC):
             num_sinks=config.num_sinks,
             num_native_suffix=config.num_native_suffix,
             native_fraction=config.native_fraction,
-            repair=config.repair,
+            repair=without_learned(config.repair),  # until its scorer has been fitted
             native_layers=config.native_layers,
             boundary_tokens=info.get("boundary_tokens", []),
             max_calibrated_positions=info.get("max_positions"),

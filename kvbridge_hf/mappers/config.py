@@ -31,13 +31,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # A second pass for the sensitivity weights; 15 % of the tokens, chosen by the question, recomputed natively, as no
     # fit keeps what a lookup needs (docs/methods.md).
     "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.15},
-    # And training on the target's predictions.
+    # And training on the target's predictions; given lookups, fewer tokens are recomputed, better chosen.
     "quality": {
         "top_k": None,
         "selection": "greedy",
         "weighting": "sensitivity",
-        "num_native_suffix": 16,
-        "native_fraction": 0.15,
+        "native_fraction": 0.1,
+        "repair": "learned",
         "distillation": DistillationConfig(steps=400),
     },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
@@ -103,6 +103,7 @@ class FitConfig:
             recommendation, does not change the fit.
         native_fraction (`float`), repair (`str`), native_layers (`int`): What a handoff should recompute natively on
             top of the map, see [`HandoffPolicy`]; stored as the mapper's recommendation, do not change the fit.
+            `repair="learned"` fits a scorer afterwards and needs lookups (without them: by the question).
         token_stride (`int`): Use every so-manieth position after the sinks.
         heldout_fraction (`float`): Share of the sequences kept out of the fit, chosen by a hash of their tokens.
         head_assignment (`str`): Which source heads a target head is matched with. `"identity"`: by number
