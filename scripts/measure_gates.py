@@ -116,7 +116,7 @@ class Measurement:
         cache.map_all()
         if spoil is not None:
             spoil(cache)
-        apply_native_parts(cache, handed, self.source, self.target, self.mapper.config, self.policy, report)
+        apply_native_parts(cache, handed, self.source, self.target, self.mapper, self.policy, report)
         _, outside = mapped_norms(cache, handed, self.defaults.magnitude, report.native_layers)
         scores = suffix_scores(self.target, self.source, cache, handed, keep_columns=False)
         assert scores is not None
