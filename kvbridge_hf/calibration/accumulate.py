@@ -113,6 +113,12 @@ def data_info(tokenizer: Any = None, dataset: Any = None) -> dict[str, Any]:
     return info
 
 
+def statistics_device(target: TracedModel) -> torch.device:
+    """Where the moments are kept: with the target, if its device has float64."""
+    device = target.device
+    return device if device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
+
+
 def heldout_rows(batch: Batch, config: FitConfig) -> torch.Tensor:
     """Which sequences are held out: by a hash of their tokens, so batches, order and processes do not matter."""
     return torch.tensor([value < config.heldout_fraction for value in batch.sequence_hashes(config.seed)])
@@ -280,5 +286,6 @@ __all__ = [
     "fitted_part",
     "heldout_rows",
     "new_statistics",
+    "statistics_device",
     "statistics_support",
 ]

@@ -23,6 +23,7 @@ from .accumulate import (
     data_info,
     heldout_rows,
     new_statistics,
+    statistics_device,
 )
 from .metrics import MetricsAccumulator, OutputMetrics
 from .passes import Accumulator
@@ -381,12 +382,6 @@ def check_enough(statistics: CalibrationStatistics, config: FitConfig) -> None:
         )
     if info.get("skipped_sequences"):
         logger.warning("%d sequences were too short and left out.", info["skipped_sequences"])
-
-
-def statistics_device(target: TracedModel) -> torch.device:
-    """Where the moments are kept: with the target, if its device has float64."""
-    device = target.device
-    return device if device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
 
 
 __all__ = [
