@@ -174,7 +174,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         code = command.main(args=args, prog_name="kvbridge", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except (KVBridgeError, FileNotFoundError) as error:
+    except (KVBridgeError, OSError) as error:  # an OSError: what Transformers raises for a model that is not there
         return _complain(str(error))
     except KeyboardInterrupt as interruption:
         return int(getattr(interruption, "exit_code", 130))
