@@ -105,6 +105,7 @@ def test_a_mapper_of_another_pair_is_refused_in_one_line(capsys):
 
 def test_a_model_that_is_not_there_is_no_traceback(capsys):
     mapper = str(bundled.mapper_path("s-to-m"))
-    code, out, err = run(capsys, "generate", "Hi.", "--source", "/no/model", "--target", "/no/model", "--mapper", mapper)
+    models = ["--source", "/no/model", "--target", "/no/model"]
+    code, out, err = run(capsys, "generate", "Hi.", *models, "--mapper", mapper)
     assert (code, out) == (2, "")
     assert "kvbridge: " in err and "/no/model" in err and "Traceback" not in err
