@@ -205,12 +205,12 @@ def _suffix(found: _Observations, quantile: float) -> SuffixModel | None:
         statistics[name] = (median, max(high - median, 1e-3))
     model = SuffixModel(statistics, 1.0, 1.0, num_tokens=int(scores.tokens.median()))
     bare = model.total(scores, without_drift=True)
-    limits = {"limit_without_drift": conformal_quantile(bare, quantile)}
+    without = max(conformal_quantile(bare, quantile), MIN_LIMIT)
     whole = model.total(scores)
     whole = whole[~whole.isnan()]
-    limits["limit"] = conformal_quantile(whole, quantile) if "drift" in statistics else limits["limit_without_drift"]
     # A limit of nothing, of a mapper that is exact, would make rounding a reason.
-    return replace(model, **{name: max(limit, MIN_LIMIT) for name, limit in limits.items()})
+    limit = max(conformal_quantile(whole, quantile), MIN_LIMIT) if "drift" in statistics else without
+    return replace(model, limit=limit, limit_without_drift=without)
 
 
 def conformal_quantile(values: torch.Tensor, quantile: float) -> float:
