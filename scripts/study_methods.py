@@ -147,6 +147,7 @@ def method_cases(fitted: Callable[..., dict[str, Any]], quick: bool) -> list[Cas
         "linear, trained on lookups": (trained(), {"lookups": count}),
         "linear, trained on lookups with repair": (trained(native_fraction=0.15), {"lookups": count}),
         "anchors: both, trained on lookups": (trained(**both), {"lookups": count}),
+        "anchors: both, trained in plain coordinates": (trained(**both, precondition=False), {"lookups": count}),
         "causal layer, trained on lookups": (trained("causal"), {"lookups": count}),
         "fuser (pays the prefill)": (
             trained("fuser", weighting="uniform", kl_weight=0.0, nll_weight=1.0, lookup_fraction=1.0),
