@@ -42,6 +42,8 @@ FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 QUICK_FRACTIONS = (0.05, 0.1, 0.15, 0.3, 1.0)
 CHOICES = ("question", "source_attention", "question+source_attention", "target_attention", "surprise", "sensitivity")
 CHOICES += ("recency", "random")
+LOOKUPS, QUICK_LOOKUPS = 1200, 400  # texts with questions from which a scorer learns what to repair
+LEARNED_FRACTIONS = (0.05, 0.1, 0.15, 0.3)
 DISTILLATION_FIELDS = {entry.name for entry in fields(DistillationConfig)}
 
 
@@ -55,7 +57,7 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     texts: int | None = None  # calibration texts; None: all of the run's
     controls: tuple[str, ...] = ()
-    lookups: int = 0  # texts with questions from train worlds, for a training on lookups
+    lookups: int = 0  # texts with questions from train worlds, for a training on lookups or a learned choice
     shared_width: int | None = None  # of a space that the two models share, instead of a fit of their own
 
 
@@ -77,6 +79,7 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
         return FitConfig.from_dict({**preset(name, source_layers, quick), **changes}).to_dict()
 
     two = {"top_k": min(2, source_layers)}
+    lookups = QUICK_LOOKUPS if quick else LOOKUPS
     base = fitted("default", **two, native_fraction=0.0)
     rows = [Case("fraction", "0", base, {"native_fraction": 0.0}, controls=("native_only",))]
     for fraction in QUICK_FRACTIONS if quick else FRACTIONS:
@@ -84,10 +87,16 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
         rows.append(Case("fraction", f"{fraction:g}", base, policy, controls=("native_only",)))
     for choice in CHOICES:
         rows.append(Case("choice", choice, base, {"native_fraction": 0.1, "repair": choice}))
+    for top_k in range(1, two["top_k"] + 1):
+        learned = fitted("default", top_k=top_k, repair="learned")
+        for fraction in LEARNED_FRACTIONS:
+            name = f"{fraction:g}, k={top_k}"
+            rows.append(Case("learned", name, learned, {"native_fraction": fraction}, lookups=lookups))
     main = ("unmapped", "mismatched", "native_only")
     rows += [
-        Case("preset", name, preset(name, source_layers, quick), controls=main)
+        Case("preset", name, fit, controls=main, lookups=lookups if fit["repair"] == "learned" else 0)
         for name in ("paper", "cachebridge", "fast", "default", "kvlrelay", "quality")
+        for fit in (preset(name, source_layers, quick),)
     ]
     for layers in range(1, target_layers):
         rows.append(Case("layers", f"lowest {layers} native", base, {"native_layers": layers, "native_fraction": 0.0}))

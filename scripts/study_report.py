@@ -184,9 +184,12 @@ def _plots(rows: list[dict[str, Any]], folder: Path, pair: str) -> list[tuple[st
         if place is not None:
             axes.scatter(*place, marker="s" if entry["name"] in PUBLISHED else "o", s=40)
             axes.annotate(entry["name"], place, textcoords="offset points", xytext=(5, 4), fontsize=8)
-    curve = sorted(p for e in rows if e["group"] == "fraction" and e["seed"] == 0 and (p := point(e)))
-    if curve:
-        axes.plot(*zip(*curve, strict=True), marker=".", color="grey", label="native fraction, by the question")
+    mapped = max((e["fit"]["top_k"] for e in rows if e["group"] == "learned"), default=0)
+    for group, colour, label in (("fraction", "grey", "by the question"), ("learned", "tab:green", "learned choice")):
+        of_group = [e for e in rows if e["group"] == group and e["seed"] == 0]
+        curve = sorted(p for e in of_group if (group == "fraction" or e["fit"]["top_k"] == mapped) and (p := point(e)))
+        if curve:
+            axes.plot(*zip(*curve, strict=True), marker=".", color=colour, label=f"native fraction, {label}")
     for name, marker in (("random", "x"), ("recency", "+")):
         for entry in rows:
             place = point(entry) if entry["group"] == "choice" and entry["name"] == name else None
@@ -197,8 +200,7 @@ def _plots(rows: list[dict[str, Any]], folder: Path, pair: str) -> list[tuple[st
     axes.set_xlabel("share of the target's prefill FLOPs, %")
     axes.set_ylabel("share of the gap recovered, %")
     axes.set_title(f"{pair}: quality against cost (0 %: source alone, 100 %: target alone)", fontsize=9)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right")
     keep(figure, "Gap recovered against cost", "pareto")
 
     fractions = sorted((e for e in rows if e["group"] == "fraction" and e["seed"] == 0), key=_order)
