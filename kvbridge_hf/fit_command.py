@@ -108,6 +108,13 @@ def fit(
     gate_dataset: Annotated[
         list[str] | None, typer.Option(help="Other data for the gates, that the fit does not use; as --dataset.")
     ] = None,
+    lookups: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with context, question, choices and answer (index), or answer (text) alone: questions "
+            "from which repair=learned (preset quality) learns what to repair."
+        ),
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Begin again; the saved state is thrown away.")] = False,
     report_to: Annotated[str | None, typer.Option(help="A tracker of Accelerate, such as trackio.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
@@ -158,6 +165,7 @@ def fit(
         max_bad_sequences=max_bad_sequences,
         restart=restart,
         report_to=report_to,
+        lookups=lookups,
     )
     says: list[str] = []
     say = says.append if as_json else typer.echo

@@ -26,6 +26,7 @@ from .accumulate import (
     statistics_device,
 )
 from .metrics import MetricsAccumulator, OutputMetrics
+from .parts import learns_choice
 from .passes import Accumulator
 from .samples import Samples
 from .selection import Selection, select
@@ -118,17 +119,24 @@ def fit_and_distill(context: FitContext, output_dir: Any = None) -> KVBridgeMapp
             output_dir=output_dir,
             progress=data.progress,
         )
-    return _fit_choice(mapper, config, data)
+    return fit_choice(mapper, config, data)
 
 
-def _fit_choice(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
-    """Fit what chooses the tokens to repair, where the settings ask for it and there are lookups to learn from."""
-    if "learned" not in config.repair.split("+"):
+def fit_choice(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
+    """Fit what chooses the tokens to repair, where the settings ask for it and there are lookups to learn from.
+
+    Args:
+        mapper: Changed in place.
+        config: Settings.
+        data: The pair and the lookups.
+    """
+    if not learns_choice(config):
         return mapper
     if data is None or data.lookups is None:
         logger.warning(
-            "repair='learned' needs lookups= (texts with questions about them) and got none, so this mapper chooses "
-            "what to repair by %r.",
+            "repair=%r needs lookups= (texts with questions about them) and got none, so this mapper chooses what to "
+            "repair by %r.",
+            config.repair,
             mapper.config.repair,
         )
         return mapper
@@ -391,6 +399,7 @@ __all__ = [
     "collect_sensitivity",
     "collect_statistics",
     "fit_and_distill",
+    "fit_choice",
     "fit_from_statistics",
     "fit_mapper",
     "statistics_device",

@@ -21,7 +21,7 @@ from ..mappers.base import FitContext, FitData
 from ..mappers.config import FitConfig
 from ..modeling_kvbridge import KVBridgeMapper
 from .accumulate import Contents, ModelFacts, SensitivityAccumulator, StatisticsAccumulator, new_statistics
-from .driver import check_enough, fit_and_distill, statistics_device
+from .driver import check_enough, fit_and_distill, fit_choice, statistics_device
 from .memory_plan import MemoryPlan
 from .metrics import MetricsAccumulator, OutputMetrics
 from .parts import assemble, fit_part, has_part, is_divisible, of_target_layers, part_folder, save_part
@@ -50,7 +50,7 @@ class Fitting:
         contents (`Contents`): The source's content.
         target (`TracedModel`): The target.
         info (`Mapping`): Facts of tokenizer and data for the provenance.
-        pair (`FitData`, *optional*): Both models and the data, for a method that needs them.
+        pair (`FitData`, *optional*): Both models, the data and the lookups, for what needs them.
     """
 
     config: FitConfig
@@ -91,7 +91,16 @@ class Fitting:
         started = time.monotonic()
         mapper = assemble(folders, self.facts.geometry) if self.processes.is_main else None
         self.passes.progress.note("assembly", started)
+        if self.pair is not None:
+            self.processes.on_main(partial(self._learn_choice, mapper))
         return mapper
+
+    def _learn_choice(self, mapper: KVBridgeMapper | None) -> None:
+        """What both models do in the main process with the whole mapper in front of them; the others wait."""
+        assert mapper is not None
+        started = time.monotonic()
+        fit_choice(mapper, self.config, self.pair)
+        self.passes.progress.note("learned choice", started)
 
     # ---- what is fitted from ----------------------------------------------------------------------------------------
 
@@ -187,12 +196,15 @@ class Fitting:
         self._note_bad()
         self.passes.settings.stop.check()
         started = time.monotonic()
-        mapper = None
-        if self.processes.is_main:
+        found: list[KVBridgeMapper] = []
+
+        def fit() -> None:
             context = FitContext(statistics, self.config, selection, sensitivity, metrics, self.pair)
-            mapper = fit_and_distill(context, self.folder / "distillation")
+            found.append(fit_and_distill(context, self.folder / "distillation"))
+
+        self.processes.on_main(fit)
         self.passes.progress.note("solving", started)
-        return mapper
+        return found[0] if found else None
 
     def _note_bad(self) -> None:
         """Keep the list of sequences left out in a block, whose states are removed now; all processes wait here."""

@@ -17,8 +17,9 @@ from .storage import write_atomically
 
 IDENTITY_NAME = "identity.json"
 LIBRARIES = ("torch", "transformers", "accelerate", "kvbridge_hf")
-# How a run goes, not what comes out of it.
+# How a run goes, not what comes out of it; and what stands in its identity by its content.
 FREE = ("output", "checkpoint_every", "restart", "report_to", "memory_budget", "plan", "target_blocks", "fit", "data")
+IN_IDENTITY = ("lookups",)
 
 
 @dataclass
@@ -42,6 +43,7 @@ class CalibrationJob:
         max_bad_sequences (`int`): Sequences with NaN or Inf that are left out, for each process and pass.
         restart (`bool`): Throw away the state that is there.
         report_to (`str`, *optional*): A tracker that Accelerate knows, such as `"trackio"`.
+        lookups (`Path`, *optional*): Texts with questions, for what learns from such; see `lookups`.
     """
 
     source: str
@@ -63,9 +65,11 @@ class CalibrationJob:
     max_bad_sequences: int = 10
     restart: bool = False
     report_to: str | None = None
+    lookups: Path | None = None
 
     def __post_init__(self):
         self.output = Path(self.output)
+        self.lookups = None if self.lookups is None else Path(self.lookups)
         if self.plan not in ("auto", "a", "b", "c"):
             raise CalibrationError(f"plan must be auto, a, b or c, got {self.plan!r}.")
         if self.quantization not in (None, "4bit", "8bit"):
@@ -82,7 +86,7 @@ class CalibrationJob:
 
     def settings(self) -> dict[str, Any]:
         """All that decides the mapper, as JSON types."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in FREE}
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in FREE + IN_IDENTITY}
         return json.loads(json.dumps({**own, "data": self.data.to_dict(), "fit": self.fit.to_dict()}))
 
 

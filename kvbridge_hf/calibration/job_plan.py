@@ -10,7 +10,7 @@ from ..mappers.config import FitConfig
 from .job import CalibrationJob, read_identity
 from .memory_plan import MemoryPlan, choose_plan, free_memory, make_plan
 from .model_size import ModelSize, Workload
-from .parts import is_divisible, needs_pair
+from .parts import is_divisible, learns_choice, needs_data, needs_pair
 from .processes import Processes
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,7 +28,8 @@ def check_divisible(job: CalibrationJob, config: FitConfig, processes: Processes
             f"--device-map {job.device_map} spreads the models of one process over all devices, and there are "
             f"{processes.count} processes. Start one process, or leave --device-map out."
         )
-    if needs_pair(config) and (processes.count > 1 or job.plan in ("b", "c")):
+    _check_lookups(job, config)
+    if needs_data(config) and (processes.count > 1 or job.plan in ("b", "c")):
         what = "distillation" if config.distillation is not None else f"method={config.method!r}"
         raise FitConfigError(
             f"{what} needs all target layers and the data in one process: run it with one process and --plan a, or "
@@ -37,6 +38,28 @@ def check_divisible(job: CalibrationJob, config: FitConfig, processes: Processes
     if not is_divisible(config) and (job.plan == "b" or (job.target_blocks or 1) > 1):
         what = f"method={config.method!r}" if config.method != "ridge" else "layer_budget"
         raise FitConfigError(f"{what} needs all target layers at once: use --plan a, or --plan c with one block.")
+
+
+def _check_lookups(job: CalibrationJob, config: FitConfig) -> None:
+    asks = config.distillation is not None and config.distillation.lookup_fraction > 0
+    if job.lookups is None and asks:
+        assert config.distillation is not None
+        raise FitConfigError(
+            f"lookup_fraction={config.distillation.lookup_fraction} trains on texts with questions: give them with "
+            "--lookups, or leave it out."
+        )
+    if job.lookups is None:
+        return
+    if not asks and not learns_choice(config):
+        raise FitConfigError(
+            f"--lookups {job.lookups}: nothing in these settings learns from questions. Use --preset quality or "
+            "--set repair=learned, or leave --lookups out."
+        )
+    if job.plan == "c":
+        raise FitConfigError(
+            "Both models read the texts of --lookups, and plan c never has both in memory: use --plan a or b, or "
+            "leave --lookups out and call calibration.repair_scorer.fit_repair_scorer where both fit."
+        )
 
 
 def plan_job(
@@ -69,10 +92,11 @@ def plan_job(
         _weight_bytes(job, device, own_bytes),
         processes.count,
     )
-    budget, wanted = job.memory_budget, "a" if needs_pair(config) else job.plan
+    both = needs_pair(config, job.lookups is not None)
+    budget, wanted = job.memory_budget, "a" if needs_data(config) else job.plan
     if budget is None and wanted == "auto":
         existing = read_identity(job.state_folder)
-        if existing is not None and "plan" in existing:
+        if existing is not None and "plan" in existing and not (both and existing["plan"]["plan"] == "c"):
             # What is free changes from run to run; the plan of a run that goes on does not.
             name, blocks = existing["plan"]["plan"], len(existing["plan"]["blocks"])
             inner = max(1, existing["plan"]["sensitivity_blocks"])
@@ -80,7 +104,8 @@ def plan_job(
         budget = free_memory(device)
         if budget is not None and device.type == "cpu":
             budget = budget // processes.count + base
-    return choose_plan(*sizes, config, work, budget, wanted, job.target_blocks, base, divisible=is_divisible(config))
+    divisible = is_divisible(config)
+    return choose_plan(*sizes, config, work, budget, wanted, job.target_blocks, base, divisible, both)
 
 
 def _weight_bytes(job: CalibrationJob, device: torch.device, own_bytes: int) -> int:

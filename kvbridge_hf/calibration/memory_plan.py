@@ -221,6 +221,7 @@ def choose_plan(
     blocks: int | None = None,
     base: int = 0,
     divisible: bool = True,
+    both: bool = False,
 ) -> MemoryPlan:
     """The plan with the fewest passes that fits.
 
@@ -230,12 +231,15 @@ def choose_plan(
         wanted: `"auto"`, or one of the plans.
         blocks: Blocks of target layers, where the user says so (plans b and c).
         divisible: False where all target layers are fitted together, so that there are no blocks.
+        both: Whether both models are needed in memory at once, which rules plan c out.
 
     Raises:
         CalibrationError: nothing fits; says what the smallest plan needs.
     """
     layers = target.geometry.num_layers
-    names = [name for name in PLANS if divisible or name != "b"] if wanted == "auto" else [wanted]
+    names = [wanted]
+    if wanted == "auto":
+        names = [name for name in PLANS if (divisible or name != "b") and not (both and name == "c")]
     smallest: MemoryPlan | None = None
     for name in names:
         counts = [1] if name == "a" else sorted({-(-layers // size) for size in range(1, layers + 1)})

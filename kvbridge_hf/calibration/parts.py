@@ -26,14 +26,32 @@ PARAMETERS = ("key_weight", "value_weight", "key_bias", "value_bias")
 BY_KIND = ("r2", "heldout_r2")
 
 
-def needs_pair(config: FitConfig) -> bool:
-    """Whether a fit needs the two models and the data, so that it goes on in one process and with both in memory."""
+def needs_data(config: FitConfig) -> bool:
+    """Whether a fit trains on the two models and the data, so that it goes on in one process."""
     return get_fit(config.method).needs_data or config.distillation is not None
 
 
+def learns_choice(config: FitConfig) -> bool:
+    """Whether the settings ask for a learned choice of what to repair, which needs lookups."""
+    return "learned" in config.repair.split("+")
+
+
+def needs_pair(config: FitConfig, lookups: bool = False) -> bool:
+    """Whether a fit needs both models in memory.
+
+    Args:
+        config: Its settings.
+        lookups: Whether there are lookups, which both models read where the settings learn from them.
+    """
+    return needs_data(config) or (lookups and learns_choice(config))
+
+
 def is_divisible(config: FitConfig) -> bool:
-    """Whether each target layer can be fitted without the others, and from statistics alone."""
-    return config.method == "ridge" and config.layer_budget is None and not needs_pair(config)
+    """Whether each target layer can be fitted without the others, and from statistics alone.
+
+    A learned choice changes nothing about it: it is fitted to the whole mapper afterwards.
+    """
+    return config.method == "ridge" and config.layer_budget is None and not needs_data(config)
 
 
 def of_target_layers(statistics: CalibrationStatistics, first: int, last: int) -> CalibrationStatistics:
@@ -144,6 +162,8 @@ __all__ = [
     "fit_part",
     "has_part",
     "is_divisible",
+    "learns_choice",
+    "needs_data",
     "needs_pair",
     "of_target_layers",
     "part_folder",

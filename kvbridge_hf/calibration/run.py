@@ -32,7 +32,9 @@ from ..errors import ArtifactError, CalibrationError
 from ..fingerprint import tokenizer_fingerprint
 from ..geometry import check_pair
 from ..mappers.base import FitData
+from ..mappers.config import FitConfig
 from ..modeling_kvbridge import KVBridgeMapper
+from ..repair_choice import without_learned
 from .accumulate import Contents, ModelFacts, data_info
 from .content_store import ContentAccumulator, ContentStore
 from .documents import source_identity
@@ -41,12 +43,14 @@ from .interruption import FolderLock, StopRequest
 from .job import CalibrationJob, Identity, library_majors, read_identity, write_identity
 from .job_plan import check_divisible, own_bytes_of, plan_job
 from .loading import load_config, load_model, load_tokenizer, unload
+from .lookups import read_lookups
 from .model_size import ModelSize
-from .parts import needs_pair
+from .parts import learns_choice, needs_pair
 from .passes import PassRunner, PassSettings
 from .processes import Processes
 from .progress import Progress
 from .sequences import SequenceStore, StoredBatches, write_sequences
+from .storage import sha256_file
 from .summary import mean_r2, read_summary, summary_text, write_summary
 from .traces import TracedModel
 
@@ -122,6 +126,7 @@ class _Run:
         self.lock = FolderLock(job.state_folder / "lock")
         self.work_folder = job.state_folder / f"process-{processes.index:05d}"
         self.began = time.monotonic()
+        self.lookups: list[Any] | None = None
 
     def tell(self, text: str) -> None:
         if self.processes.is_main:
@@ -139,6 +144,9 @@ class _Run:
         sizes = ModelSize.of(configs[0]), ModelSize.of(configs[1])
         self.config = job.fit.resolve_top_k(sizes[0].geometry.num_layers)
         check_divisible(job, self.config, processes)
+        processes.on_main(self._read_lookups)
+        if learns_choice(self.config) and job.lookups is None:
+            self.config = self._without_learned()
         self.plan = processes.on_main(lambda: plan_job(job, self.config, sizes, processes, own_bytes_of(*configs)))
         self.tell(self.plan.describe())
         identity = self._identity()
@@ -172,6 +180,23 @@ class _Run:
                 elif entry != self.lock.path:
                     entry.unlink()
 
+    def _read_lookups(self) -> None:
+        """Before anything that takes long, as a line of the file may be wrong; they stay in the main process."""
+        if self.job.lookups is not None:
+            self.lookups = read_lookups(self.job.lookups, self.tokenizer)
+
+    def _without_learned(self) -> FitConfig:
+        """The settings without the choice that there is nothing to learn from, which is said."""
+        known = without_learned(self.config.repair)
+        if self.processes.is_main:
+            logger.warning(
+                "repair=%r learns from texts with questions about them (--lookups FILE) and there are none, so the "
+                "mapper will choose what to repair by %r.",
+                self.config.repair,
+                known,
+            )
+        return self.config.replace(repair=known)
+
     # ---- identity -------------------------------------------------------------------------------------------------
 
     def _identity(self) -> Identity:
@@ -184,8 +209,13 @@ class _Run:
                 "libraries": library_majors(),
                 "tokenizer": tokenizer_fingerprint(self.tokenizer),
                 "datasets": [source_identity(spec) for spec in self.job.data.datasets],
+                "lookups": self._lookup_facts(),
             }
         )
+
+    def _lookup_facts(self) -> dict[str, Any] | None:
+        path = self.job.lookups
+        return None if path is None else {"name": path.name, "sha256": sha256_file(path)}
 
     def _check_identity(self, identity: Identity) -> None:
         found = read_identity(self.job.state_folder)
@@ -249,8 +279,8 @@ class _Run:
         same = source is not None and (job.source, job.source_revision) == (job.target, job.target_revision)
         target = source if same else self._load("target")
         pair = None
-        if needs_pair(self.config):
-            pair = FitData(source, target, StoredBatches(store, job.batch_size), self.progress.show)
+        if needs_pair(self.config, job.lookups is not None):
+            pair = FitData(source, target, StoredBatches(store, job.batch_size), self.progress.show, self.lookups)
         return Fitting(
             config=self.config,
             plan=self.plan,
@@ -309,6 +339,8 @@ class _Run:
         bad = bad_sequences(job.state_folder)
         if bad:
             mapper.config.fit["bad_sequences"] = bad
+        if self.lookups is not None:
+            mapper.config.fit["lookups"] = {**(self._lookup_facts() or {}), "texts": len(self.lookups)}
         mapper.save_pretrained(job.output)
         summary = write_summary(job, self.plan, mapper, self.processes, self.progress.seconds, self.began)
         for folder in [*job.state_folder.glob("process-*"), job.state_folder / "parts"]:

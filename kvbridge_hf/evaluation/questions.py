@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..added_tokens import added_tokens, joint
 from ..rotary import positions_from_mask
 from .errors import EvaluationError
 from .fidelity import log_probs, negative_log_likelihood
@@ -102,17 +103,10 @@ def encode_question(tokenizer: Any, question: Question) -> EncodedQuestion:
         EvaluationError: a part has no tokens.
     """
 
-    def plain(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def added(before: str, text: str) -> tuple[int, ...]:
-        start, whole = plain(before), plain(before + text)
-        return whole[len(start) :] if whole[: len(start)] == start else plain(text)
-
-    joint = "" if question.context[-1:].isspace() or question.question[:1].isspace() else " "
-    text = joint + question.question
-    context, suffix = plain(question.context), added(question.context, text)
-    choices = tuple(added(text, choice) for choice in question.choices)
+    text = joint(question.context, question.question) + question.question
+    context = tuple(tokenizer(question.context, add_special_tokens=False)["input_ids"])
+    suffix = tuple(added_tokens(tokenizer, question.context, text))
+    choices = tuple(tuple(added_tokens(tokenizer, text, choice)) for choice in question.choices)
     if not context or not question.question or not suffix or not all(choices):
         raise EvaluationError(
             f"Context, question and every choice must have tokens; these have {len(context)}, {len(suffix)} and "
