@@ -1,4 +1,5 @@
-"""The command line: `kvbridge demo | fit | inspect | plan | generate | push | search | tune-gate | space`.
+"""The command line: `kvbridge demo | fit | inspect | plan | generate | push | search | space`, and for the gates
+`kvbridge calibrate-gates | tune-gate`.
 
 Commands only read arguments, call the library and print; what they print stands in the library. Wrong arguments are
 answered in one line on stderr with exit code 2.
@@ -15,6 +16,7 @@ import typer
 
 from .errors import ArtifactError, KVBridgeError
 from .fit_command import fit
+from .gates_command import calibrate_gates_of
 from .space_command import space
 
 app = typer.Typer(
@@ -58,6 +60,7 @@ def demo(
 
 app.command()(fit)
 app.command()(space)
+app.command("calibrate-gates")(calibrate_gates_of)
 
 
 @app.command()

@@ -103,7 +103,10 @@ def fit(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Batches between two saved states.")] = 50,
     max_bad_sequences: Annotated[int, typer.Option(min=0, help="Sequences with NaN or Inf to leave out.")] = 10,
     gate_sequences: Annotated[
-        int, typer.Option(min=0, help="Further sequences, on which the gates are calibrated; 0 leaves the gates out.")
+        int,
+        typer.Option(
+            min=0, help="Further sequences, on which the gates are calibrated; 0 (and plan c) leaves the gates out."
+        ),
     ] = 200,
     gate_dataset: Annotated[
         list[str] | None, typer.Option(help="Other data for the gates, that the fit does not use; as --dataset.")
@@ -175,7 +178,7 @@ def fit(
     if PartialState().is_main_process:
         summary["gates"] = None
         if gate_sequences > 0:
-            from .guard.after_fit import calibrate_after_fit
+            from .guard.after_fit import calibrate_after_fit, device_of
 
             other = None
             if gate_dataset:
@@ -185,8 +188,9 @@ def fit(
                         gate_dataset, config=dataset_config, split=split, revision=revision, column=text_column
                     ),
                 )
-            device = "cpu" if PartialState().device.type == "mps" else PartialState().device
-            gates = calibrate_after_fit(job, gate_sequences, data=other, device=device, say=say)
+            gates = calibrate_after_fit(
+                job, gate_sequences, data=other, plan=summary["plan"], device=device_of(PartialState()), say=say
+            )
             if gates is not None:
                 summary["gates"] = {name: gates[name] for name in ("rows", "tokens", "quantile", "kl")}
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else summary_text(summary))

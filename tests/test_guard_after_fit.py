@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from calibration_jobs import LENGTH, job_arguments, make_job, random_texts, word_tokenizer, write_jsonl, write_pair
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvbridge_hf import bundled, demo
 from kvbridge_hf.cli import main
 from kvbridge_hf.demo import read_texts
+from kvbridge_hf.guard import after_fit
 from kvbridge_hf.guard.after_fit import MIN_UNSEEN, unseen_sequences
 from kvbridge_hf.guard.defaults import GateDefaults
 from kvbridge_hf.modeling_kvbridge import KVBridgeMapper
@@ -53,6 +55,31 @@ def test_without_enough_unseen_text_it_says_so_and_other_text_may_be_given(pair,
     assert summary["gates"]["rows"] >= MIN_UNSEEN
     other = make_job(pair, tmp_path / "other")
     assert fit(capsys, other, "--gate-sequences", "0")["gates"] is None
+
+
+def test_plan_c_never_has_both_models_in_memory_and_says_how_to_go_on(pair, tmp_path, capsys, monkeypatch):
+    settings = {"datasets": [str(pair / "more.jsonl")], "num_sinks": 2, "num_native_suffix": 4}
+    expected = fit(capsys, make_job(pair, tmp_path / "a", plan="a", **settings))["gates"]
+    with monkeypatch.context() as patch:
+        patch.setattr(after_fit, "load_model", lambda *_: pytest.fail("a model was loaded after the fit"))
+        job = make_job(pair, tmp_path / "c", plan="c", **settings)
+        assert main(["fit", *job_arguments(job)]) == 0
+        said = capsys.readouterr().out
+        assert "gates are not calibrated" in said
+        assert KVBridgeMapper.from_pretrained(tmp_path / "c").config.gates == {}
+    (command,) = re.findall(r"kvbridge (calibrate-gates .*?) with text", said)
+    arguments = [part.replace("TEXTS", str(pair / "more.jsonl")) for part in command.split()]
+    arguments += ["--skip", "30", "--sequence-length", str(LENGTH), "--batch-size", str(job.batch_size), "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    mapper = KVBridgeMapper.from_pretrained(tmp_path / "c")
+    assert mapper.config.gates["rows"] == found["rows"] == expected["rows"] and found["tokens"] == expected["tokens"]
+    assert found["kl"] == pytest.approx(expected["kl"], rel=1e-3)
+    assert fit(capsys, job)["gates"]["rows"] == found["rows"]  # the fit again: they are left as they are
+    assert main([*arguments[:-5], "--skip", "120"]) == 2
+    said = capsys.readouterr().err
+    assert f"{MIN_UNSEEN} others are needed" in said and said.count("\n") == 1
+    assert main(["calibrate-gates", str(tmp_path / "none"), *arguments[2:]]) == 2
 
 
 def test_what_the_fit_has_read_is_not_unseen(pair, tmp_path):

@@ -1,4 +1,4 @@
-"""Calibrating the gates of a mapper that `kvbridge fit` has just saved, on sequences that the fit has not used."""
+"""Calibrating the gates of a mapper that `kvbridge fit` has saved, on sequences that the fit has not used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..calibration.data import DataConfig, read_sequences
 from ..calibration.job import CalibrationJob
 from ..calibration.loading import load_model, load_tokenizer
 from ..configuration_kvbridge import KVBridgeConfig
+from ..errors import CalibrationError
 from ..modeling_kvbridge import KVBridgeMapper
 from .calibrate import calibrate_gates
 
@@ -55,6 +56,7 @@ def calibrate_after_fit(
     count: int,
     *,
     data: DataConfig | None = None,
+    plan: str = "a",
     device: torch.device | str = "cpu",
     say: Callable[[str], Any] = print,
 ) -> dict[str, Any] | None:
@@ -64,11 +66,12 @@ def calibrate_after_fit(
         job: of the fit.
         count: sequences to calibrate on.
         data: where they are from, if not from the end of the fit's own data; then all of it may be used.
+        plan: of the fit. Plan c is taken where the two models do not fit into memory together, and is left at that.
         device: of the models.
         say: called with what happened, in a line.
 
     Returns:
-        `config.gates` of the mapper; None where there were not enough sequences, and the mapper is as it was.
+        `config.gates` of the mapper; None where the gates were not calibrated, and the mapper is as it was.
 
     Raises:
         CalibrationError: the data cannot be used, or something is not finite on it.
@@ -76,6 +79,13 @@ def calibrate_after_fit(
     config = KVBridgeConfig.from_pretrained(job.output)
     if config.gates:
         return config.gates
+    if plan == "c":
+        say(
+            "The gates are not calibrated: they take both models in memory, which plan c never has. Where both fit, "
+            f"run kvbridge calibrate-gates {job.output} --source {job.source} --target {job.target} --dataset TEXTS "
+            "with text that the fit has not used. Until then a bridge checks that caches are finite and nothing else."
+        )
+        return None
     tokenizer = load_tokenizer(job, "target")
     used = job.data.num_sequences if data is None else 0
     found = unseen_sequences(data or job.data, used, count, tokenizer, config.num_sinks)
@@ -87,12 +97,51 @@ def calibrate_after_fit(
             "--gate-dataset, or lower --num-sequences. A bridge then checks that caches are finite and nothing else."
         )
         return None
+    gates = _calibrate(job, found.rows, device)
+    say(f"Gates calibrated on {gates['rows']} sequences that the fit had not used.")
+    return gates
+
+
+def calibrate_saved(
+    job: CalibrationJob, skip: int, count: int, *, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Calibrate the gates of a mapper whenever both models fit into memory, and save it again.
+
+    Args:
+        job: says the pair, the data and, as its `output`, the mapper.
+        skip: first sequences of the data to leave out, as the fit had them.
+        count: sequences to calibrate on.
+        device: of the models.
+
+    Returns:
+        `config.gates` of the mapper.
+
+    Raises:
+        CalibrationError: there are not enough sequences, or something is not finite on them.
+        OSError: `job.output` is no mapper.
+    """
+    config = KVBridgeConfig.from_pretrained(job.output)
+    found = unseen_sequences(job.data, skip, count, load_tokenizer(job, "target"), config.num_sinks)
+    if len(found.rows) < MIN_UNSEEN:
+        raise CalibrationError(
+            f"Behind the first {skip} sequences the data has {len(found.rows) + found.duplicates} more, "
+            f"{found.duplicates} of them the same as earlier ones; {MIN_UNSEEN} others are needed, up to "
+            f"--num-sequences {count}. Give more text with --dataset."
+        )
+    return _calibrate(job, found.rows, device)
+
+
+def device_of(state: Any) -> torch.device | str:
+    """Where the models of a calibration of gates go, by Accelerate's state."""
+    return "cpu" if state.device.type == "mps" else state.device
+
+
+def _calibrate(job: CalibrationJob, rows: list[list[int]], device: torch.device | str) -> dict[str, Any]:
+    """With both models in memory."""
     models = [load_model(job, role, torch.device(device)) for role in ("source", "target")]
     mapper: Any = KVBridgeMapper.from_pretrained(job.output)
-    batches = _batches(found.rows, job.batch_size)
-    gates = calibrate_gates(models[0], models[1], mapper.to(models[1].device), batches)
+    gates = calibrate_gates(models[0], models[1], mapper.to(models[1].device), _batches(rows, job.batch_size))
     mapper.to("cpu").save_pretrained(job.output)
-    say(f"Gates calibrated on {gates['rows']} sequences that the fit had not used.")
     return gates
 
 
@@ -111,4 +160,11 @@ def _batches(rows: list[list[int]], batch_size: int) -> list[dict[str, torch.Ten
     return batches
 
 
-__all__ = ["MIN_UNSEEN", "UnseenSequences", "calibrate_after_fit", "unseen_sequences"]
+__all__ = [
+    "MIN_UNSEEN",
+    "UnseenSequences",
+    "calibrate_after_fit",
+    "calibrate_saved",
+    "device_of",
+    "unseen_sequences",
+]
