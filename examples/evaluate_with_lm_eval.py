@@ -15,7 +15,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbridge_hf import KVBridge, KVBridgeMapper, bundled
+from kvbridge_hf import Gates, HandoffPolicy, KVBridge, KVBridgeMapper, bundled
 from kvbridge_hf.evaluation.lm_eval_adapter import HandoffLM
 
 
@@ -52,7 +52,8 @@ def main() -> None:
     for name, bridge, model in (
         ("target alone", None, target),
         ("source alone", None, source),
-        ("handoff", KVBridge(source, mapper, tokenizer=tokenizer), target),
+        # Without gates: a fallback would be judged as a handoff that went well.
+        ("handoff", KVBridge(source, mapper, HandoffPolicy(gates=Gates.off()), tokenizer=tokenizer), target),
     ):
         adapter = HandoffLM(bridge, model, tokenizer, progress=False)
         results = lm_eval.simple_evaluate(

@@ -41,7 +41,7 @@ CONFIGURATIONS = {
         "test_diary": "questions/test_diary.jsonl",
     },
     "conversations": {"test": "questions/conversations.jsonl"},
-    "texts": {name: f"texts/{name}.jsonl" for name in ("train", "validation", "test")},
+    "texts": {name: f"texts/{name}.jsonl" for name in ("train", "gates", "validation", "test")},
 }
 COLLECTION = "collection.yaml"
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbridge_hf import HandoffPolicy, KVBridge, KVBridgeMapper, bundled
+from kvbridge_hf import Gates, HandoffPolicy, KVBridge, KVBridgeMapper, bundled
 from kvbridge_hf.evaluation import EvaluationError
 from kvbridge_hf.evaluation.lm_eval_adapter import HandoffLM
+from kvbridge_hf.handoff import HandoffFallbackWarning
 
 CONTEXT = "Alice lives in Rome. Bob has a friend named Carl. Carl owns the lamp. Where does Alice live? Alice lives in"
 PAIRS = [(CONTEXT, " Rome"), (CONTEXT, " Oslo."), (CONTEXT + " ", "Rome. Bob"), ("", "Alice lives"), ("Bob", " has")]
@@ -75,6 +76,24 @@ def test_the_source_is_what_reads(model, tokenizer):
     broken = HandoffLM(KVBridge(model, mapper, HandoffPolicy(num_sinks=1)), model, tokenizer, progress=False)
     ((score, _),) = broken.loglikelihood(requests(PAIRS[0]))
     assert abs(score - expected(model, tokenizer, *PAIRS[0])[0]) > 0.05
+
+
+def test_what_a_gate_would_reject_is_judged_all_the_same(model, tokenizer):
+    mapper = KVBridgeMapper.identity(model)
+    with torch.no_grad():
+        mapper.value_weight.zero_()
+    rejecting = Gates(accept=lambda cache, report: False)
+    bridge = KVBridge(model, mapper, HandoffPolicy(num_sinks=1, on_failure="prefill", gates=rejecting))
+    own = expected(model, tokenizer, *PAIRS[0])[0]
+    judged = HandoffLM(bridge, model, tokenizer, progress=False)
+    ((score, _),) = judged.loglikelihood(requests(PAIRS[0]))
+    judged.generate_until(requests((CONTEXT, {"max_gen_toks": 2})))
+    assert abs(score - own) > 0.05 and judged.statuses == {"ok": 2}
+    served = HandoffLM(bridge, model, tokenizer, progress=False, keep_gates=True)
+    with pytest.warns(HandoffFallbackWarning, match="accept"):
+        ((score, _),) = served.loglikelihood(requests(PAIRS[0]))
+    assert score == pytest.approx(own, abs=2e-3) and served.statuses == {"fallback": 1}
+    assert bridge.policy.gates is rejecting
 
 
 def test_generate_until_stops(model, tokenizer, bridge):

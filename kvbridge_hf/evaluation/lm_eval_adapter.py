@@ -5,13 +5,15 @@
     results = lm_eval.simple_evaluate(model=model, tasks=["arc_easy"])
 
 Requests run one by one, as every context is handed over for itself; of requests that follow each other with the same
-context (the choices of one question) the context is handed over once. Nothing here needs the harness to be installed;
-it gives the base class that its `simple_evaluate` asks for.
+context (the choices of one question) the context is handed over once. Gates are off, as a handoff that one of them
+rejects would be answered from the target's own cache and judged as a good one. Nothing here needs the harness to be
+installed; it gives the base class that its `simple_evaluate` asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..cache_argument import cache_kwargs
 from ..generation_kvbridge import KVBridge
+from ..guard.settings import Gates
 from ..prompt_reading import read_columns
 from .errors import EvaluationError
 
@@ -36,11 +39,14 @@ class HandoffLM(_LM):
     """Answers the harness's requests with a target that goes on from the source's mapped cache.
 
     Args:
-        bridge: the bridge; None lets the target read everything itself, the score to compare with.
+        bridge: the bridge, whose gates are left out; None lets the target read everything itself, the score to
+            compare with.
         target_model: the model that goes on.
         tokenizer: of the pair.
         max_new_tokens: of a generation, where the task says nothing.
         progress: whether to show bars.
+        keep_gates: judge the bridge with its gates, as it would serve: what they reject is then the target's own
+            answer, and `statuses` says how often.
     """
 
     def __init__(
@@ -51,8 +57,11 @@ class HandoffLM(_LM):
         *,
         max_new_tokens: int = 256,
         progress: bool = True,
+        keep_gates: bool = False,
     ):
         super().__init__()
+        if bridge is not None and not keep_gates:
+            bridge = KVBridge(bridge.source_model, bridge.mapper, replace(bridge.policy, gates=Gates.off()))
         self.bridge, self.target_model, self.tokenizer = bridge, target_model, tokenizer
         self.max_new_tokens, self.progress = max_new_tokens, progress
         #: Contexts by the status of their handoff: `"ok"`, `"fallback"`, or `"native"` without a bridge.
