@@ -44,9 +44,16 @@ def read_texts(path: Path, limit: int | None = None) -> list[str]:
 
 
 def fit_bundled(
-    source: PreTrainedModel, target: PreTrainedModel, tokenizer: Any, preset: str = "default"
+    source: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: Any,
+    preset: str = "default",
+    lookups: list[Any] | None = None,
 ) -> KVBridgeMapper:
-    """Fit a mapper on the bundled calibration texts, and calibrate its gates on the texts that are there for them."""
+    """Fit a mapper on the bundled calibration texts, and calibrate its gates on the texts that are there for them.
+
+    `lookups` are texts with questions about them, for presets that learn from such (see `fit_mapper`).
+    """
     from .calibration.driver import fit_mapper
     from .guard import calibrate_gates
     from .mappers.config import FitConfig
@@ -55,7 +62,9 @@ def fit_bundled(
         return [tokenizer(text, return_tensors="pt")["input_ids"] for text in read_texts(bundled.text_path(name))]
 
     config = FitConfig.preset(preset)
-    mapper = fit_mapper(source, target, batches("train"), config, tokenizer=tokenizer, dataset="tinytown/train")
+    mapper = fit_mapper(
+        source, target, batches("train"), config, tokenizer=tokenizer, dataset="tinytown/train", lookups=lookups
+    )
     calibrate_gates(source, target, mapper, batches("gates"))
     return mapper
 

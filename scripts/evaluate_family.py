@@ -2,6 +2,7 @@
 
 python scripts/evaluate_family.py                     # loads the bundled mappers
 python scripts/evaluate_family.py --fit --save        # fits them anew and replaces the bundled ones
+python scripts/evaluate_family.py --fit --preset quality    # other settings; some minutes a pair
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import time
 from pathlib import Path
 
 import torch
+from study_methods import lookup_texts
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from kvbridge_hf import Gates, HandoffPolicy, KVBridge, KVBridgeMapper, bundled
 from kvbridge_hf.demo import fit_bundled, load_model, read_texts
 from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_questions, split_documents
+from kvbridge_hf.mappers.config import FitConfig
 
+LOOKUPS = 1200  # texts with questions that a learned choice of what to repair is fitted on
 PAIRS = ("s-to-m", "m-to-l", "l-to-s", "w-to-m", "m-to-m-diary")
 CONDITIONS = {
     "target": "target alone",
@@ -39,7 +43,8 @@ def judge_pair(pair: str, fit: bool, preset: str, save: bool) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(str(bundled.model_path(target_name)))
     started = time.perf_counter()
     if fit:
-        mapper = fit_bundled(source, target, tokenizer, preset)
+        learns = "learned" in FitConfig.preset(preset).repair.split("+")
+        mapper = fit_bundled(source, target, tokenizer, preset, lookup_texts(tokenizer, LOOKUPS) if learns else None)
     else:
         mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path(pair)), dtype=torch.float32)
     seconds = time.perf_counter() - started
@@ -58,14 +63,15 @@ def judge_pair(pair: str, fit: bool, preset: str, save: bool) -> dict:
     if save:
         folder = bundled.family_folder() / "mappers" / pair
         shutil.rmtree(folder, ignore_errors=True)
-        mapper.config.evaluation = _for_card(report)
+        mapper.config.evaluation = _for_card(report, pair)
         mapper.save_pretrained(folder)
     return report
 
 
-def _for_card(report: dict) -> dict:
+def _for_card(report: dict, pair: str) -> dict:
     """What of a report goes into the artifact."""
-    return {name: report[name] for name in ("headline", "conditions", "cost", "data", "bootstrap")}
+    kept = {name: report[name] for name in ("headline", "conditions", "cost", "data", "bootstrap")}
+    return {"dataset": "Tinytown", "split": "test", "command": f"python scripts/evaluate_family.py {pair}", **kept}
 
 
 def _cell(report: dict, condition: str, metric: str, percent: bool) -> str:

@@ -200,7 +200,8 @@ def _plots(rows: list[dict[str, Any]], folder: Path, pair: str) -> list[tuple[st
     axes.set_xlabel("share of the target's prefill FLOPs, %")
     axes.set_ylabel("share of the gap recovered, %")
     axes.set_title(f"{pair}: quality against cost (0 %: source alone, 100 %: target alone)", fontsize=9)
-    axes.legend(fontsize=8, loc="lower right")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, loc="lower right")
     keep(figure, "Gap recovered against cost", "pareto")
 
     fractions = sorted((e for e in rows if e["group"] == "fraction" and e["seed"] == 0), key=_order)

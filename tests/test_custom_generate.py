@@ -111,14 +111,19 @@ def test_file_recomputes_what_the_library_recomputes(tmp_path, options, attentio
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(own.logits), atol=2e-4, rtol=2e-4)
 
 
-def test_what_the_file_does_not_choose_by_is_said(tmp_path):
-    source, target, mapper = make_pair()
-    mapper.config.native_fraction, mapper.config.repair = 0.5, "source_attention"
+def test_other_choices_are_replaced_by_the_questions_words_and_that_is_said(tmp_path):
+    source, target, mapper = make_pair(num_sinks=2, num_native_suffix=3)
+    mapper.config.native_fraction, mapper.config.repair = 0.3, "learned"
     mapper.save_pretrained(tmp_path / "mapper")
-    with pytest.warns(UserWarning, match="Nothing is repaired"):
-        generate_file.generate(
-            target, **prompt(), source_model=source, mapper=str(tmp_path / "mapper"), max_new_tokens=2
+    inputs = prompt(tokens=40)
+    inputs["input_ids"] = inputs["input_ids"] % 37 * inputs["attention_mask"]
+    with pytest.warns(UserWarning, match="by the question's words, not by 'learned'"):
+        found = generate_file.generate(
+            target, **inputs, source_model=source, mapper=str(tmp_path / "mapper"), max_new_tokens=6, do_sample=False
         )
+    mapper.config.repair = "question"
+    expected = target.generate(**inputs, bridge=KVBridge(source, mapper), max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["s-to-m", "m-to-m-diary"])

@@ -16,7 +16,7 @@ import words as W
 SPLITS = ("train", "validation", "test")
 ATTRIBUTES = ("city", "job", "color", "friend", "coins")
 KINDS_BY_LEVEL = {
-    1: ("city", "job", "thing", "color"),
+    1: ("city", "job", "thing", "color", "friend", "coins"),
     2: ("city", "job", "thing", "color", "friend", "coins", "resident", "worker"),
     3: tuple(kind for kind in W.QUESTIONS),
 }
@@ -83,8 +83,10 @@ class World:
 class Writer:
     """Writes one document; every method appends segments and keeps the world in step with them."""
 
-    def __init__(self, rng: random.Random, split: str, level: int, num_people: int, diary: bool = False):
-        self.rng, self.split, self.level, self.diary = rng, split, level, diary
+    def __init__(
+        self, rng: random.Random, split: str, level: int, num_people: int, diary: bool = False, unasked: float = 0.0
+    ):
+        self.rng, self.split, self.level, self.diary, self.unasked = rng, split, level, diary, unasked
         self.world = World(rng, split, num_people)
         self.segments: list[Segment] = []
         self.count = 0
@@ -176,12 +178,15 @@ class Writer:
             world.said[person] = text
             self.add(self.pick(W.EVENTS["say"], p=person, text=text))
         else:
-            # A thing is told by, and to, a person once only, so that both questions have one answer.
-            used = world.told
-            options = [t for t in W.THINGS if not any(t == u and (person == a or other == b) for a, b, u in used)]
-            thing = rng.choice(options)
-            used.append((person, other, thing))
-            self.add(self.pick(W.EVENTS["tell"], p=person, q=other, t=thing))
+            self.tell_of_thing(person, other)
+
+    def tell_of_thing(self, person: str, other: str) -> None:
+        """A thing is told by, and to, a person once only, so that both questions have one answer."""
+        used = self.world.told
+        options = [t for t in W.THINGS if not any(t == u and (person == a or other == b) for a, b, u in used)]
+        thing = self.rng.choice(options)
+        used.append((person, other, thing))
+        self.add(self.pick(W.EVENTS["tell"], p=person, q=other, t=thing))
 
     def filler(self) -> None:
         if self.diary and self.rng.random() < 0.5:
@@ -272,12 +277,32 @@ class Writer:
                 return name, f"{self.rng.choice(templates).format(**slots)} {stem.format(**slots)}", slots, answer
         return None
 
+    def reword(self, question: list[str], slots: dict) -> str:
+        """The question with some of its words replaced, dropped or doubled by words that mean nothing here."""
+        words = []
+        for word in question:
+            draw = 1.0 if word.rstrip("?") in slots.values() else self.rng.random()
+            if draw < 0.25:
+                word = self.rng.choice(W.EMPTY_WORDS) + ("?" if word.endswith("?") else "")
+            elif draw < 0.4:
+                words.append(self.rng.choice(W.EMPTY_WORDS))
+            if not 0.4 <= draw < 0.55 or word.endswith("?"):
+                words.append(word)
+        return " ".join(words)
+
     def ask(self, held_out: bool = False) -> bool:
         """A question and its answer; False when everything has been asked."""
         asked = self.question(held_out=held_out)
         if asked is None:
             return False
-        kind, text, _, answer = asked
+        kind, text, slots, answer = asked
+        if self.unasked:
+            stem = W.QUESTIONS[kind][1].format(**slots)
+            draw = self.rng.random()
+            if draw < self.unasked:
+                text = stem
+            elif draw < 2 * self.unasked:
+                text = f"{self.reword(text[: -len(stem)].split(), slots)} {stem}"
         self.add(text)
         end = ' "' if kind == "quote" else " coins." if kind in ("coins", "sum") else "."
         self.add(f"{answer}{end}", True)
@@ -297,7 +322,7 @@ def pairs_document(rng: random.Random, length: int, most_spacers: int = 0) -> li
     """
     count = rng.randint(3, max(3, min(8, length // 12)))
     keys = rng.sample(W.FIRST_NAMES + W.THINGS, count)
-    pool = rng.choice((W.CITIES, W.JOBS, W.FIRST_NAMES, W.COLORS + W.THINGS))
+    pool = rng.choice((W.CITIES, W.JOBS, W.FIRST_NAMES, W.COLORS + W.THINGS, W.NUMBERS[1:]))
     values = rng.sample([v for v in pool if v not in keys], count)
     pairs = list(zip(keys, values, strict=True))
     segments: list[Segment] = []
@@ -342,6 +367,29 @@ def relation_document(rng: random.Random, split: str, length: int) -> list[Segme
     return writer.segments
 
 
+# Kinds that belong together: what must be told so that they can be asked.
+DRILLS = (("coins",), ("listener", "teller"), ("friend", "city", "friend_city"), ("coins", "sum"), ("job", "color"))
+
+
+def drill_document(rng: random.Random, split: str, length: int, unasked: float) -> list[Segment]:
+    """One or two kinds of fact about everybody, then questions about them, again and again in new worlds."""
+    writer = Writer(rng, split, 3, rng.randint(4, min(7, 3 + length // 24)), unasked=unasked)
+    while writer.count < length:
+        kinds = rng.choice(DRILLS)
+        world = writer.world = World(rng, split, len(writer.world.people))
+        writer.kinds = kinds
+        writer.asked.clear()
+        told = [(kind, person) for kind in kinds if kind in ATTRIBUTES for person in world.people]
+        for attribute, person in rng.sample(told, len(told)):
+            writer.state(attribute, person)
+        if "teller" in kinds:
+            for _ in world.people[1:]:
+                writer.tell_of_thing(*rng.sample(world.people, 2))
+        for _ in range(rng.randint(3, 8)):
+            writer.ask()
+    return writer.segments
+
+
 def restate(writer: Writer, template: str, relation: str) -> None:
     """Statements of one form about everybody, twice; what stands last in the form is the answer the second time."""
     rng, world = writer.rng, writer.world
@@ -361,7 +409,9 @@ def restate(writer: Writer, template: str, relation: str) -> None:
             writer.add(f"{slots[slot]}{after}", again)
 
 
-def document(rng: random.Random, split: str, length: int, level: int = 3, genre: str | None = None) -> list[Segment]:
+def document(
+    rng: random.Random, split: str, length: int, level: int = 3, genre: str | None = None, unasked: float = 0.0
+) -> list[Segment]:
     """One document of about ``length`` tokens.
 
     Args:
@@ -369,16 +419,21 @@ def document(rng: random.Random, split: str, length: int, level: int = 3, genre:
         split: "train", "validation" or "test".
         length: wanted number of tokens (the last sentence may go beyond it).
         level: 0 bare pairs, 1 one relation at a time, 2 many relations and reverse questions, 3 everything.
-        genre: "story", "chat", "diary", "list", "quiz" or "exam" (all questions at the end); drawn when None.
+        genre: "story", "chat", "diary", "list", "quiz", "exam" (all questions at the end) or "drill" (one or two kinds
+            of fact and question); drawn among the others when None.
+        unasked: share of the questions of which only the beginning of the answer is written ("Alice likes the color"),
+            and share of those with other words in them, so that a model does not hang on the wording of questions.
     """
     if level == 0:
         return pairs_document(rng, length)
     if level == 1:
         return pairs_document(rng, length, 3) if rng.random() < 0.5 else relation_document(rng, split, length)
+    if genre == "drill":
+        return drill_document(rng, split, length, unasked)
     if genre is None:
         genre = rng.choice(GENRES) if level == 3 else "quiz"
     people = rng.randint(4, max(4, min(5 + level, 3 + length // 24)))
-    writer = Writer(rng, split, level, people, diary=genre == "diary")
+    writer = Writer(rng, split, level, people, diary=genre == "diary", unasked=unasked)
     if genre == "chat":
         return chat_document(writer, length)
     if genre == "diary":

@@ -24,7 +24,10 @@ FOUND_ON_THE_WAY = (
     " The lessons were changed while this model was trained, so part of its tokens come from earlier versions of "
     "them,\nand the script does not give exactly these weights again."
 )
-NOTES = {"tinytown-m": FOUND_ON_THE_WAY, "tinytown-l": FOUND_ON_THE_WAY}
+NOTES = {
+    "tinytown-m": FOUND_ON_THE_WAY,
+    "tinytown-l": f"{FOUND_ON_THE_WAY} The learning rate was raised again for lessons that were added late.",
+}
 QUESTION_SETS = ("test", "test_long", "test_diary")
 CARD = """---
 {card_data}

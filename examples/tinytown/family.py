@@ -50,8 +50,8 @@ class Member:
 FAMILY = {
     "tinytown-s": Member(Qwen3Config, 2, 96, 192, 4, 2, 32, 3_600_000, 2e-3, seed=11),
     "tinytown-m": Member(Qwen3Config, 5, 160, 320, 6, 2, 32, 13_400_000, 1.5e-3, seed=12),
-    "tinytown-l": Member(LlamaConfig, 6, 192, 416, 6, 2, 32, 18_600_000, 1.2e-3, seed=13, rope_theta=50_000.0),
-    "tinytown-w": Member(Qwen3Config, 3, 128, 256, 4, 4, 24, 2_200_000, 2e-3, seed=14),
+    "tinytown-l": Member(LlamaConfig, 6, 192, 416, 6, 2, 32, 38_000_000, 1.2e-3, seed=13, rope_theta=50_000.0),
+    "tinytown-w": Member(Qwen3Config, 3, 128, 256, 4, 4, 24, 7_000_000, 2e-3, seed=14),
     "tinytown-m-diary": Member(
         Qwen3Config, 5, 160, 320, 6, 2, 32, 500_000, 3e-4, seed=15, starts_from="tinytown-m", genre="diary"
     ),

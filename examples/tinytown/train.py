@@ -36,6 +36,8 @@ from tokenizer import SegmentEncoder, build_tokenizer  # noqa: E402
 ANSWER_WEIGHT = 4.0
 WARMUP_STEPS = 100
 DECAY_SHARE = 0.3
+REVIEW_SHARE = 0.25
+UNASKED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -46,28 +48,36 @@ class Lesson:
     lengths: tuple[int, ...]
     goal: float
     share: float
+    drill: float = 0.0  # share of documents with one or two kinds of question
 
 
 LESSONS = (
     Lesson(0, (64,), 0.90, 0.40),
     Lesson(1, (64, 96), 0.75, 0.20),
     Lesson(2, (96, 128, 192), 0.90, 0.20),
-    Lesson(3, (128, 192, 256), 0.90, 0.25),
-    Lesson(3, (128, 192, 256, 320, 384, 768), 2.0, 1.0),
+    Lesson(3, (128, 192, 256), 0.90, 0.25, drill=0.25),
+    Lesson(3, (128, 192, 256, 320, 384, 768), 2.0, 1.0, drill=0.25),
 )
 TOKENS_PER_STEP = 2048
 
 
 def make_batch(
-    encode: SegmentEncoder, lesson: Lesson, previous: Lesson | None, genre: str | None, seed: str, split: str
+    encode: SegmentEncoder, lesson: Lesson, earlier: tuple[Lesson, ...], genre: str | None, seed: str, split: str
 ):
-    """``input_ids``, mask and answer flags of one step, padded on the right: a function of its arguments alone."""
+    """``input_ids``, mask and answer flags of one step, padded on the right: a function of its arguments alone.
+
+    A document in four repeats one of the ``earlier`` lessons.
+    """
     rng = random.Random(seed)
     length = rng.choice(lesson.lengths)
     rows = []
     for _ in range(max(1, TOKENS_PER_STEP // length)):
-        source = previous if previous and rng.random() < 0.15 else lesson
-        ids, answers = encode(document(rng, split, length, source.level, genre if source.level == 3 else None))
+        source = rng.choice(earlier) if earlier and rng.random() < REVIEW_SHARE else lesson
+        chosen = genre if source.level == 3 else None
+        if chosen is None and source.drill and rng.random() < source.drill:
+            chosen = "drill"
+        written = document(rng, split, length, source.level, chosen, UNASKED_SHARE)
+        ids, answers = encode(written)
         rows.append((ids[: length + 8], answers[: length + 8]))
     width = max(len(ids) for ids, _ in rows)
     pad = encode.tokenizer.pad_token_id
@@ -94,7 +104,7 @@ def validate(model, encode, lesson, genre, device, batches: int = 3) -> float:
     model.eval()
     recalls = []
     for index in range(batches):
-        batch = make_batch(encode, lesson, None, genre, f"validation-{lesson.level}-{index}", "validation")
+        batch = make_batch(encode, lesson, (), genre, f"validation-{lesson.level}-{index}", "validation")
         recalls.append(loss_and_recall(model, [part.to(device) for part in batch])[1])
     model.train()
     return sum(recalls) / len(recalls)
@@ -178,8 +188,8 @@ def train(name: str, runs: Path, budget: int | None, checkpoint_tokens: int, log
     bar = tqdm(total=budget, initial=state["tokens"], unit="tok", unit_scale=True, desc=name, disable=None)
     while state["tokens"] < budget:
         index = state["lesson"]
-        lesson, previous = LESSONS[index], LESSONS[index - 1] if index else None
-        batch = make_batch(encode, lesson, previous, member.genre, f"{member.seed}-{state['step']}", "train")
+        lesson = LESSONS[index]
+        batch = make_batch(encode, lesson, LESSONS[:index], member.genre, f"{member.seed}-{state['step']}", "train")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(member, state["step"], state["tokens"], budget)
         with accelerator.autocast():

@@ -135,6 +135,11 @@ USER_OPENERS = ["Listen.", "Here is some news.", "I want to tell you this.", "Re
 ASSISTANT_REPLIES = ["I will remember.", "Good to know.", "I see.", "Go on."]
 LIST_TITLES = {"city": "List of homes:", "job": "List of jobs:", "color": "List of colors:"}
 PRONOUNS = {True: "She", False: "He"}
+# For questions in other words: what stands in them tells nothing, even where statements have the same words.
+EMPTY_WORDS = (
+    "the a is in of for to was it day now So plus Earlier yes no not and or but best color job home friend "
+    "city works lives likes has have told about one"
+).split()
 EXTRA = ["So", "plus", "is", "Earlier we read:", "Question:", "Answer:", "yes", "no", "not", "and", "or", "but"]
 
 

@@ -6,8 +6,9 @@ It needs Transformers and nothing else. The source reads the prompt; its keys ar
 mapped to the target's layers by the affine maps of this repository, and rotated as the target does. The target reads
 the first few and the last few tokens itself, recomputes what the config's `native_layers` and `native_fraction` say,
 and goes on with its own `generate`. Files are checked against `kvbridge_manifest.json`, both models against the
-digests in `config.json`. The tokens are those of the library `kvbridge_hf`, which also watches gates, falls back,
-reports, takes a cache that the source has already, and maps a layer when it is first touched.
+digests in `config.json`. The tokens are those of the library `kvbridge_hf` where the config's `repair` is "question";
+other choices need the library, and the question's words stand in for them here. The library also watches gates, falls
+back, reports, takes a cache that the source has already, and maps a layer when it is first touched.
 """
 
 import functools
@@ -197,10 +198,12 @@ def repair(model, cache, config, input_ids, mask):
     fraction, columns = config.get("native_fraction", 0), cache.get_seq_length()
     if fraction == 0:
         return
-    if config.get("repair", "question") != "question" or model.config._attn_implementation not in ("eager", "sdpa"):
-        message = "Nothing is repaired: this file chooses by the question only, for eager and SDPA attention."
-        warnings.warn(message, stacklevel=3)
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        warnings.warn("Nothing is repaired: that needs eager or SDPA attention.", stacklevel=3)
         return
+    if config.get("repair", "question") != "question":
+        message = f"This file chooses what to repair by the question's words, not by {config['repair']!r}."
+        warnings.warn(message, stacklevel=3)
     valid, positions = mask[:, :columns].bool(), (mask[:, :columns].cumsum(-1) - 1).clamp(min=0)
     eligible = valid & (positions >= config["num_sinks"])
     scores = score_by_question(config, input_ids, mask, columns).masked_fill(~eligible, -torch.inf)
@@ -233,9 +236,12 @@ def score_by_question(config, input_ids, mask, columns):
     sentence's score. Where the config does not know how sentences end, a word counts for the tokens around it.
     """
     ids, valid = input_ids[:, :columns], mask[:, :columns].bool()
-    count = max(int(mask[:, columns:].sum(1).max()), QUESTION_TOKENS)
-    last = mask.argsort(dim=1, stable=True)[:, -count:]
-    question, is_question = input_ids.gather(1, last), mask.gather(1, last).bool()
+    count = mask[:, columns:].sum(1, keepdim=True).clamp(min=QUESTION_TOKENS)
+    width = int(count.max())
+    last = mask.argsort(dim=1, stable=True)[:, -width:]
+    # A row's own question: its last words, however long the others' are.
+    own = torch.arange(last.shape[1], device=mask.device) >= last.shape[1] - count
+    question, is_question = input_ids.gather(1, last), mask.gather(1, last).bool() & own
     asked = ((ids[:, :, None] == question[:, None, :]) & is_question[:, None, :]).any(-1) & valid
     same = (ids[:, :, None] == ids[:, None, :]) & valid[:, None, :]
     if not config.get("boundary_tokens"):
@@ -252,7 +258,8 @@ def score_by_question(config, input_ids, mask, columns):
     earlier = torch.ones(columns, columns, dtype=torch.bool, device=ids.device).tril(-1)
     first = ~(same & (sentence[:, :, None] == sentence[:, None, :]) & earlier).any(-1) & valid
     found_in = (same & first[:, None, :]).sum(-1).clamp(min=1)
-    weight = torch.log((sentence.amax(-1, keepdim=True) + 2) / found_in).clamp(min=0).square() * (asked & first)
+    number = sentence.masked_fill(~valid, 0).amax(-1, keepdim=True) + 2
+    weight = torch.log(number / found_in).clamp(min=0).square() * (asked & first)
     totals = weight.new_zeros(len(ids), int(sentence.max()) + 2).scatter_add_(1, sentence, weight)
     totals[:, 1:] += 0.1 * totals[:, :-1].clone()
     return totals.gather(1, sentence).masked_fill(~valid, 0)
