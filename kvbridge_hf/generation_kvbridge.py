@@ -306,16 +306,24 @@ class KVBridge:
             on_mapped=lambda layer, seconds: report.add_time("map", seconds),
         )
         handed = Handed(
-            input_ids, mask, start, plan.num_columns, valid, positions, num_sinks, view, seen, target_cache
+            input_ids,
+            mask,
+            start,
+            plan.num_columns,
+            valid,
+            positions,
+            num_sinks,
+            view,
+            seen,
+            self._checks.source_rotary,
+            target_cache,
         )
         return BridgedCache(prefix, report=report), handed
 
     def native_parts(self, policy: HandoffPolicy) -> tuple[int, int]:
         """Tokens at the beginning and columns at the end that the target reads itself."""
         config = self.mapper.config
-        num_sinks = config.num_sinks if policy.num_sinks is None else policy.num_sinks
-        suffix = config.num_native_suffix if policy.num_native_suffix is None else policy.num_native_suffix
-        return num_sinks, suffix
+        return policy.wanted("num_sinks", config), policy.wanted("num_native_suffix", config)
 
     def _masks(
         self,

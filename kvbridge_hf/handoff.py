@@ -73,6 +73,11 @@ class HandoffPolicy:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise GenerateArgumentError(f"{name} must be a non-negative integer or None, got {value!r}.")
 
+    def wanted(self, name: str, config: Any) -> Any:
+        """The policy's own `num_sinks`, `repair`, ... or, where that is None, what a mapper's config recommends."""
+        own = getattr(self, name)
+        return getattr(config, name) if own is None else own
+
 
 def check_native_fraction(fraction: Any) -> None:
     """Raise GenerateArgumentError unless it is None or a share between 0 and 1."""

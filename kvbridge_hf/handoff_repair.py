@@ -18,7 +18,7 @@ from .errors import GenerateArgumentError
 from .guard.gates import Handed
 from .handoff import HandoffPolicy, HandoffReport
 from .native_layers import read_native_layers
-from .prompt_layout import in_source_columns
+from .prompt_layout import in_source_columns, last_columns, token_columns
 from .repair import repair, unsupported_reason
 from .repair_choice import (
     attention_scores,
@@ -34,7 +34,7 @@ from .repair_choice import (
 )
 from .repair_drift import RepairDrift
 from .repair_scorer import RepairScorer, query_features, scorer_features
-from .rotary import ContentRotary, positions_from_mask
+from .rotary import positions_from_mask
 
 # The source's last tokens, whose attention says what later tokens look at (`choice="sensitivity"`).
 SENSITIVITY_WINDOW = 32
@@ -51,8 +51,7 @@ def apply_native_parts(
 ) -> None:
     """Replace parts of a handed-over cache by the target's own, in place, as the policy (or else the mapper) says."""
     config = mapper.config
-    num_layers = config.native_layers if policy.native_layers is None else policy.native_layers
-    fraction = config.native_fraction if policy.native_fraction is None else policy.native_fraction
+    num_layers, fraction = policy.wanted("native_layers", config), policy.wanted("native_fraction", config)
     if num_layers == 0 and fraction == 0:
         return
     if handed.input_ids is None:
@@ -72,9 +71,9 @@ def apply_native_parts(
         report.notes.append(f"Nothing was repaired: {reason}")
         return
     if fraction > 0:
-        choice = config.repair if policy.repair is None else policy.repair
         with report.timed("repair_choice"):
             boundaries = torch.tensor(config.boundary_tokens, dtype=torch.long)
+            choice = policy.wanted("repair", config)
             scores = _scores(choice, cache, handed, source_model, target_model, mapper, policy, boundaries)
             eligible = handed.valid & (handed.position_ids >= handed.num_sinks)
             chosen = choose(scores.to(eligible.device), eligible, fraction)
@@ -127,8 +126,7 @@ def _scores(
     def by_surprise() -> torch.Tensor:
         assert handed.input_ids is not None
         ids, mask = handed.input_ids[:, : handed.stop], handed.mask[:, : handed.stop]
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        device = source_model.device
+        positions, device = positions_from_mask(mask), source_model.device
         logits = source_model(
             input_ids=ids.to(device), attention_mask=mask.long().to(device), position_ids=positions.to(device)
         ).logits
@@ -187,7 +185,7 @@ def last_tokens(
     """The last `count` tokens of each row side by side, and which of them are tokens of the row's own count."""
     counts = torch.as_tensor(count, device=input_ids.device).expand(len(input_ids))
     width = min(int(counts.max()), input_ids.shape[1]) if len(counts) else 0
-    order = torch.argsort(mask.long(), dim=1, stable=True)[:, input_ids.shape[1] - width :]
+    order = last_columns(mask, width)
     own = torch.arange(width, 0, -1, device=input_ids.device) <= counts[:, None]
     return input_ids.gather(1, order), mask.gather(1, order).bool() & own
 
@@ -220,7 +218,7 @@ def _by_scorer(
         )
     else:
         mask, positions = mask[:, :held], positions[:, :held]
-    features = scorer_features(copied.layers, ContentRotary.from_model(source_model), positions, scorer.layers)
+    features = scorer_features(copied.layers, handed.source_rotary, positions, scorer.layers)
     home = scorer.query_bias.device
     features, mask = features.masked_fill(~mask.bool()[..., None], 0).to(home), mask.to(home)
     found = scorer.token_scores(features[:, :held], query_features(features, mask, scorer.window))
@@ -276,8 +274,7 @@ def _on_source(
 
 def _source_columns(handed: Handed) -> torch.Tensor:
     """The source's column of each handed-over column, `(batch, stop - start)`, token by token."""
-    order = torch.argsort((~handed.source_mask).long(), dim=-1, stable=True)
-    return order.gather(1, handed.position_ids.to(order.device).clamp(max=order.shape[1] - 1))
+    return token_columns(handed.source_mask, handed.position_ids.to(handed.source_mask.device))
 
 
 def _by_target(cache: BridgedCache, handed: Handed, target_model: PreTrainedModel) -> torch.Tensor:

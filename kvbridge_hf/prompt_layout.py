@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .errors import CacheMismatchError
+from .rotary import positions_from_mask
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def layout(prompt_mask: torch.Tensor, source_mask: torch.Tensor | None, num_nati
     """
     mask = prompt_mask.bool()
     batch, columns = mask.shape
-    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    positions = positions_from_mask(mask)
     stop = max(columns - num_native_suffix, 0)
     source_columns = None
     source_stop = stop
@@ -68,9 +69,7 @@ def layout(prompt_mask: torch.Tensor, source_mask: torch.Tensor | None, num_nati
         stop = min(stop, int(covered.cumprod(-1).sum(-1).min()))
         width = source_mask.shape[1]
         if width < stop or not torch.equal(source_mask[:, :stop], mask[:, :stop]):
-            # The column of the p-th token in the source: real columns first, in their order.
-            order = torch.argsort((~source_mask).long(), dim=-1, stable=True)
-            source_columns = order.gather(-1, positions[:, :stop].clamp(max=width - 1))
+            source_columns = token_columns(source_mask, positions[:, :stop])
             source_stop = width
         else:
             source_stop = stop
@@ -96,9 +95,21 @@ def in_source_columns(input_ids: torch.Tensor, mask: torch.Tensor, source_mask: 
         `(batch, source columns)`, on the ids' device.
     """
     read = source_mask.to(input_ids.device)
-    first = torch.argsort((~mask.to(input_ids.device)).long(), dim=-1, stable=True)
-    rank = (read.long().cumsum(-1) - 1).clamp(min=0, max=input_ids.shape[1] - 1)
-    return input_ids.gather(1, first.gather(1, rank)) * read
+    return input_ids.gather(1, token_columns(mask.to(input_ids.device), positions_from_mask(read))) * read
+
+
+def token_columns(mask: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """The column in which the token of each rank stands, for ranks `(batch, anything)` counted from 0 in every row.
+
+    A rank beyond a row's tokens gives a column of padding; one beyond its columns that of the last such.
+    """
+    order = torch.argsort((~mask).long(), dim=-1, stable=True)
+    return order.gather(-1, ranks.clamp(max=mask.shape[1] - 1))
+
+
+def last_columns(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of each row's last `count` tokens in their order, `(batch, count)`; padding in front of fewer."""
+    return _padding_first(mask)[:, max(mask.shape[1] - count, 0) :]
 
 
 def left_aligned(mask: torch.Tensor) -> torch.Tensor | None:
@@ -110,6 +121,10 @@ def left_aligned(mask: torch.Tensor) -> torch.Tensor | None:
     mask = mask.bool()
     if bool(mask[:, -1].all()):
         return None
+    return _padding_first(mask)
+
+
+def _padding_first(mask: torch.Tensor) -> torch.Tensor:
     return torch.argsort(mask.long(), dim=-1, stable=True)
 
 
@@ -126,4 +141,4 @@ def fit_mask(mask: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([mask, mask.new_ones(mask.shape[0], further)], dim=1)
 
 
-__all__ = ["PromptLayout", "fit_mask", "in_source_columns", "layout", "left_aligned"]
+__all__ = ["PromptLayout", "fit_mask", "in_source_columns", "last_columns", "layout", "left_aligned", "token_columns"]

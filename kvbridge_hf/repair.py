@@ -76,20 +76,6 @@ class _OverwritingCache(Cache):
         )
 
 
-@torch.no_grad()
-def repair(
-    target_model: PreTrainedModel,
-    cache: Cache,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    chosen: torch.Tensor,
-    *,
-    before: Cache | None = None,
-) -> int:
-    """Recompute the chosen tokens of a cache in place; see [`recompute`], which lets gradients pass."""
-    return recompute(target_model, cache, input_ids, attention_mask, chosen, before=before)
-
-
 def recompute(
     target_model: PreTrainedModel,
     cache: Cache,
@@ -99,7 +85,7 @@ def recompute(
     *,
     before: Cache | None = None,
 ) -> int:
-    """Recompute the chosen tokens of a cache in place.
+    """Recompute the chosen tokens of a cache in place; gradients pass.
 
     Args:
         target_model: the model that the cache is for, with eager or SDPA attention.
@@ -148,6 +134,10 @@ def recompute(
         **kwargs,
     )
     return int(chosen.sum())
+
+
+#: [`recompute`] without gradients: a handoff's way.
+repair = torch.no_grad()(recompute)
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .errors import ArtifactError
+from .prompt_layout import last_columns
 
 
 class RepairScorer(nn.Module):
@@ -123,7 +124,7 @@ def query_features(features: torch.Tensor, mask: torch.Tensor, window: int) -> t
     Returns:
         `(batch, 2 * features)`; zero where a row has no token.
     """
-    order = torch.argsort(mask.long(), dim=1, stable=True)[:, -window:]
+    order = last_columns(mask, window)
     kept = mask.gather(1, order).to(features)
     last = features.gather(1, order[..., None].expand(-1, -1, features.shape[2])) * kept[..., None]
     mean = last.sum(1) / kept.sum(1, keepdim=True).clamp(min=1)

@@ -45,8 +45,7 @@ def repair_history(
         Tokens recomputed. None are where tokens are not chosen by the question (or by a scorer, which would need the
         source's cache of all that was said; here the question's words choose then).
     """
-    fraction = config.native_fraction if policy.native_fraction is None else policy.native_fraction
-    choice = config.repair if policy.repair is None else policy.repair
+    fraction, choice = policy.wanted("native_fraction", config), policy.wanted("repair", config)
     if fraction == 0 or not {"question", "learned"} & set(choice.split("+")) or unsupported_reason(target) is not None:
         return 0
     held = int(cache.get_seq_length())

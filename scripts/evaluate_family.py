@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from kvbridge_hf import Gates, HandoffPolicy, KVBridge, KVBridgeMapper, bundled
+from kvbridge_hf.calibration.parts import learns_choice
 from kvbridge_hf.demo import fit_bundled, load_model, read_texts
 from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_questions, split_documents
 from kvbridge_hf.mappers.config import FitConfig
@@ -43,8 +44,8 @@ def judge_pair(pair: str, fit: bool, preset: str, save: bool) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(str(bundled.model_path(target_name)))
     started = time.perf_counter()
     if fit:
-        learns = "learned" in FitConfig.preset(preset).repair.split("+")
-        mapper = fit_bundled(source, target, tokenizer, preset, lookup_texts(tokenizer, LOOKUPS) if learns else None)
+        lookups = lookup_texts(tokenizer, LOOKUPS) if learns_choice(FitConfig.preset(preset)) else None
+        mapper = fit_bundled(source, target, tokenizer, preset, lookups)
     else:
         mapper = KVBridgeMapper.from_pretrained(str(bundled.mapper_path(pair)), dtype=torch.float32)
     seconds = time.perf_counter() - started

@@ -119,9 +119,7 @@ def mapper_card(pair: str, namespace: str) -> ModelCard:
     source, target = bundled.split_pair(pair)
     config, facts = read_config(folder), inspect_artifact(folder)
     if config.evaluation:
-        measured_on = {"dataset": "Tinytown", "dataset_id": f"{namespace}/tinytown", "split": "test"}
-        command = {"command": f"python scripts/evaluate_family.py {pair}"}
-        config.evaluation = {**measured_on, **command, **config.evaluation}
+        config.evaluation["dataset_id"] = f"{namespace}/tinytown"
     return create_model_card(
         config,
         repo_id=f"{namespace}/tinytown-{pair}",

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..errors import ArtifactError, CalibrationError
+from ..padding import pad
 from .data import DataConfig, read_sequences
 from .storage import sha256_file, write_atomically
 from .traces import Batch
@@ -163,14 +164,8 @@ class SequenceStore:
 
     def batch(self, numbers: list[int] | np.ndarray) -> Batch:
         """Some sequences, padded on the right."""
-        width = int(self.lengths[numbers].max())
-        ids = torch.zeros(len(numbers), width, dtype=torch.long)
-        mask = torch.zeros(len(numbers), width, dtype=torch.bool)
-        for row, number in enumerate(numbers):
-            tokens = self.tokens(int(number))
-            ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
-            mask[row, : len(tokens)] = True
-        return Batch(ids, mask, torch.as_tensor(np.asarray(numbers)))
+        ids, mask = pad([self.tokens(int(number)).astype(np.int64) for number in numbers], side="right")
+        return Batch(ids, mask.bool(), torch.as_tensor(np.asarray(numbers)))
 
     def share(self, batch_size: int, process: int = 0, num_processes: int = 1) -> np.ndarray:
         """Sequences of one process, in the order in which it reads them.

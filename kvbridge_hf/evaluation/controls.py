@@ -7,6 +7,7 @@ tokens that the target read itself without any mapped ones.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -52,28 +53,34 @@ class BridgeHandoff:
     def __init__(self, bridge: KVBridge, target_model: PreTrainedModel):
         self.bridge = bridge
         self.target_model = target_model
-        self._target_cost: PrefillCost | None = None
 
     @property
     def mapper(self) -> KVBridgeMapper:
         return self.bridge.mapper
 
+    @cached_property
+    def _source_cost(self) -> PrefillCost:
+        return PrefillCost.from_model(self.bridge.source_model)
+
+    @cached_property
+    def _target_cost(self) -> PrefillCost:
+        return PrefillCost.from_model(self.target_model)
+
+    def _wanted(self, name: str) -> Any:
+        return self.bridge.policy.wanted(name, self.mapper.config)
+
     @property
     def num_sinks(self) -> int:
         """The policy's number of native first tokens, or else the mapper's."""
-        own = self.bridge.policy.num_sinks
-        return int(self.mapper.config.num_sinks if own is None else own)
+        return int(self._wanted("num_sinks"))
 
     @property
     def num_native_suffix(self) -> int:
         """The policy's number of native last tokens, or else the mapper's; at least 1."""
-        own = self.bridge.policy.num_native_suffix
-        return max(1, int(self.mapper.config.num_native_suffix if own is None else own))
+        return max(1, int(self._wanted("num_native_suffix")))
 
     def flops(self, num_tokens: int, num_suffix: int | None = None) -> dict[str, float]:
         """Operations of one handoff without repair; see [`~evaluation.flops.handoff_flops`]."""
-        if self._target_cost is None:
-            self._target_cost = PrefillCost.from_model(self.target_model)
         suffix = self.num_native_suffix if num_suffix is None else num_suffix
         parts = handoff_flops(
             self._target_cost,
@@ -89,23 +96,18 @@ class BridgeHandoff:
     @property
     def native_layers(self) -> int:
         """The policy's number of native lowest layers, or else the mapper's."""
-        own = self.bridge.policy.native_layers
-        return int(self.mapper.config.native_layers if own is None else own)
+        return int(self._wanted("native_layers"))
 
     @property
     def reads_question(self) -> bool:
         """Whether what the handoff recomputes depends on the question, so that each question needs one of its own."""
-        own = self.bridge.policy.native_fraction
-        return (self.mapper.config.native_fraction if own is None else own) > 0
+        return self._wanted("native_fraction") > 0
 
     def choice_flops(self, num_tokens: int, num_question: int) -> float:
         """Operations of choosing what to recompute: what either model reads for that alone."""
         if not self.reads_question:
             return 0.0
-        own = self.bridge.policy.repair
-        ways = (self.mapper.config.repair if own is None else own).split("+")
-        source = PrefillCost.from_model(self.bridge.source_model)
-        target = PrefillCost.from_model(self.target_model)
+        ways, source, target = self._wanted("repair").split("+"), self._source_cost, self._target_cost
         return sum(
             {
                 "source_attention": source.flops(num_question, num_tokens),

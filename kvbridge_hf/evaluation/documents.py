@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..padding import pad
 from .errors import EvaluationError
-from .runs import Batch, pad
+from .runs import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -113,10 +113,8 @@ def whole_prompt_flops(mapper: Any, target: PrefillCost, num_tokens: int) -> flo
     A method that looks at earlier tokens says them with `context_flops(mapper, num_tokens)`; one that reads the
     target's own cache costs its whole prefill.
     """
-    method = getattr(mapper, "method", None)
-    own = getattr(method, "context_flops", None)
-    context = float(own(mapper, num_tokens)) if callable(own) else 0.0
-    return context + (target.flops(num_tokens) if set(OWN) & set(getattr(method, "requires", ())) else 0.0)
+    context = mapper.method.context_flops(mapper, num_tokens)
+    return context + (target.flops(num_tokens) if set(OWN) & set(mapper.method.requires) else 0.0)
 
 
 def handoff_flops(

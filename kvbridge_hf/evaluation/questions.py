@@ -19,10 +19,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..added_tokens import added_tokens, joint
+from ..padding import pad
 from ..rotary import positions_from_mask
 from .errors import EvaluationError
 from .fidelity import log_probs, negative_log_likelihood
-from .runs import Batch, Reading, cache_entries, cache_from_entries, pad, run
+from .runs import Batch, Reading, cache_entries, cache_from_entries, run
 
 
 @dataclass(frozen=True)

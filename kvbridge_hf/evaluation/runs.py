@@ -20,21 +20,6 @@ from ..rotary import positions_from_mask
 from .errors import EvaluationError
 
 
-def pad(
-    rows: Sequence[Sequence[int]], *, side: str = "left", fill: int = 0, width: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token lists as `(batch, width)` ids and a mask, both long; `width` defaults to the longest row's."""
-    width = max(map(len, rows), default=0) if width is None else width
-    ids = torch.full((len(rows), width), fill, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for row, tokens in enumerate(rows):
-        if tokens:
-            columns = slice(width - len(tokens), width) if side == "left" else slice(0, len(tokens))
-            ids[row, columns] = torch.tensor(list(tokens), dtype=torch.long)
-            mask[row, columns] = 1
-    return ids, mask
-
-
 @dataclass
 class Batch:
     """Prefixes to be handed over and what is read and scored on top of them.

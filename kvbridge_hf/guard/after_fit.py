@@ -14,6 +14,7 @@ from ..calibration.loading import load_model, load_tokenizer
 from ..configuration_kvbridge import KVBridgeConfig
 from ..errors import CalibrationError
 from ..modeling_kvbridge import KVBridgeMapper
+from ..padding import pad
 from .calibrate import calibrate_gates
 
 #: Fewer rows say nothing about one bad handoff in a hundred.
@@ -148,16 +149,8 @@ def _calibrate(job: CalibrationJob, rows: list[list[int]], device: torch.device 
 def _batches(rows: list[list[int]], batch_size: int) -> list[dict[str, torch.Tensor]]:
     """Rows of similar length side by side, padded on the right."""
     rows = sorted(rows, key=len)
-    batches = []
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        ids = torch.zeros(len(part), len(part[-1]), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(part):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-        batches.append({"input_ids": ids, "attention_mask": mask})
-    return batches
+    batches = [pad(rows[start : start + batch_size], side="right") for start in range(0, len(rows), batch_size)]
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in batches]
 
 
 __all__ = [

@@ -36,6 +36,7 @@ class Handed:
         num_sinks: first tokens of a row that the target has read itself.
         source: the source's cache, `.layers[i].keys` and `.values`, of which `source_stop` columns may be seen.
         source_mask: `(batch, source_stop)`, bool, tokens of the source that the handed-over columns stand for.
+        source_rotary: the source's rotation, a [`ContentRotary`].
         target_cache: what the target held before, `start` columns; None for nothing.
     """
 
@@ -48,6 +49,7 @@ class Handed:
     num_sinks: int
     source: Any
     source_mask: torch.Tensor
+    source_rotary: Any
     target_cache: Cache | None = None
 
     @property

@@ -10,8 +10,9 @@ import torch
 from ..errors import ArtifactError
 from ..kernels import map_full_head, map_head_local
 from ..modeling_kvbridge import AffineMethod, KVBridgeMapper, SourceContent, register_method
+from ..source_content import source_features
 from .base import FitContext
-from .features import KIND_NAMES, add_parameters, kinds_of, source_features, target_shape
+from .features import KIND_NAMES, add_parameters, kinds_of, target_shape
 from .linear import LayerFit, fit_layer
 
 

@@ -172,9 +172,14 @@ def standardisation(context: FitContext, layers: list[int]) -> tuple[torch.Tenso
     """Mean and deviation of keys, then values, of source layers over the fitted tokens; float32."""
     train = context.statistics.train
     systems = train.systems(0, layers, "full_head", None)  # keys and values: means (2, F), grams (2, F, F)
-    variance = systems.gram.diagonal(dim1=-2, dim2=-1) / systems.weight.unsqueeze(-1).clamp(min=1)
-    floor = variance.mean(dim=-1, keepdim=True).clamp(min=1e-30) * 1e-6
-    return systems.x_mean.flatten().float().cpu(), variance.maximum(floor).sqrt().flatten().float().cpu()
+    scale = deviations(systems.gram.diagonal(dim1=-2, dim2=-1), systems.weight)
+    return systems.x_mean.flatten().float().cpu(), scale.flatten().float().cpu()
 
 
-__all__ = ["CausalFit", "CausalMethod", "run_trunk", "standardisation", "trunk_features"]
+def deviations(power: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Standard deviations from sums of squares `(kinds, n)` over tokens of a weight; never quite 0."""
+    variance = power / weight.unsqueeze(-1).clamp(min=1)
+    return variance.maximum(variance.mean(dim=-1, keepdim=True).clamp(min=1e-30) * 1e-6).sqrt()
+
+
+__all__ = ["CausalFit", "CausalMethod", "deviations", "run_trunk", "standardisation", "trunk_features"]

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from ..calibration.traces import Batch
 from ..errors import CalibrationError
+from ..padding import pad
 from .distillation_config import DistillationConfig
 from .functional import draw_boundary, hash_seed
 
@@ -101,12 +102,8 @@ def text_question(batch: Batch, boundary: int) -> torch.Tensor:
 
 def padded_batch(rows: list[torch.Tensor]) -> Batch:
     """Rows side by side, padded on the right."""
-    width = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for place, row in enumerate(rows):
-        ids[place, : len(row)], mask[place, : len(row)] = row, True
-    return Batch(ids, mask, torch.arange(len(rows)))
+    ids, mask = pad(rows, side="right")
+    return Batch(ids, mask.bool(), torch.arange(len(rows)))
 
 
 class StepBatches(Dataset):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..modeling_kvbridge import KVBridgeMapper, MapperMethod, SourceContent
+from ..source_content import Reader, source_features
 
 KIND_NAMES = ("key", "value")
-# `source.keys` or `source.values`.
-Reader = Callable[[int], torch.Tensor]
 
 
 def target_shape(config: Any) -> tuple[int, int, int]:
@@ -72,37 +71,6 @@ class ByKindMethod(MapperMethod):
         raise NotImplementedError
 
 
-def source_features(
-    mapper: KVBridgeMapper,
-    target_layer: int,
-    read: Reader,
-    device: torch.device,
-    places: range | None = None,
-) -> torch.Tensor:
-    """What a linear map of a target layer reads of one kind.
-
-    Args:
-        mapper: Its config and assignment.
-        target_layer: Which.
-        read: `source.keys` or `source.values`.
-        device: Where to.
-        places: Of the selected source layers; all by default.
-
-    Returns:
-        `(B, T, features)` with full-head support, `(B, target_heads, T, features)` with head-local support.
-    """
-    chosen = mapper.config.selected_layers[target_layer]
-    places = range(len(chosen)) if places is None else places
-    content = [read(chosen[place]).to(device) for place in places]
-    if mapper.config.support == "full_head":
-        return torch.cat([layer.transpose(1, 2).flatten(2) for layer in content], dim=-1)
-    gathered = []
-    for place, layer in zip(places, content, strict=True):
-        picked = layer[:, mapper.source_heads[target_layer, place].to(layer.device)]  # (B, H_t, block, T, d_s)
-        gathered.append(picked.transpose(2, 3).flatten(3))
-    return torch.cat(gathered, dim=-1)
-
-
 def grouped_features(mapper: KVBridgeMapper, target_layer: int, read: Reader) -> torch.Tensor:
     """As [`source_features`], `(B, 1 or target_heads, T, features)` on the mapper's device, in float32 or wider."""
     features = source_features(mapper, target_layer, read, mapper.device)
@@ -119,6 +87,5 @@ __all__ = [
     "fill_parameters",
     "grouped_features",
     "kinds_of",
-    "source_features",
     "target_shape",
 ]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..errors import ArtifactError
 from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
-from .causal import standardisation
+from .causal import deviations, standardisation
 from .features import (
     KIND_NAMES,
     ByKindMethod,
@@ -89,17 +89,17 @@ class FuserFit(FitMethod):
 
     @torch.no_grad()
     def fit(self, context: FitContext) -> KVBridgeMapper:
-        config, layout = context.config, context.statistics.layout
+        config = context.config
         mapper = KVBridgeMapper(
             self.mapper_config(context, method_config={"width": config.fuser_width}, r2=None, heldout_r2=None)
         )
         generator = torch.Generator().manual_seed(config.seed)
         # Of the own part no moments are kept that say how its features vary together; a deviation each will do.
         own_mean, own_scale = own_standardisation(context)
+        read = [standardisation(context, layers) for layers in context.selection.layers]
         for place, kind in enumerate(KIND_NAMES):
             project, bias = [], []
-            for layer in range(layout.target_layers):
-                means, scales = standardisation(context, context.selection.layers[layer])
+            for layer, (means, scales) in enumerate(read):
                 mean = torch.cat([means.chunk(2)[place], own_mean[place, layer]])
                 scale = torch.cat([scales.chunk(2)[place], own_scale[place, layer]])
                 weight = torch.randn(len(mean), config.fuser_width, generator=generator) * len(mean) ** -0.5
@@ -118,8 +118,7 @@ def own_standardisation(context: FitContext) -> tuple[torch.Tensor, torch.Tensor
     for layer in range(context.statistics.layout.target_layers):
         systems = context.statistics.train.systems(layer, context.selection.layers[layer], "full_head", None)
         means.append(systems.y_mean)
-        variance = systems.power / systems.weight.unsqueeze(-1).clamp(min=1)
-        scales.append(variance.maximum(variance.mean(dim=-1, keepdim=True).clamp(min=1e-30) * 1e-6).sqrt())
+        scales.append(deviations(systems.power, systems.weight))
     return torch.stack(means, dim=1).float().cpu(), torch.stack(scales, dim=1).float().cpu()
 
 
