@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .command_options import AsJson, Source, Target
 from .errors import ArtifactError, KVBridgeError
 from .fit_command import fit
 from .gates_command import calibrate_gates_of
@@ -27,10 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Source = Annotated[str, typer.Option("--source", help="Source model: folder or Hub id.")]
-Target = Annotated[str, typer.Option("--target", help="Target model: folder or Hub id.")]
 
 
 def _print(data: dict[str, Any], as_json: bool, text: str) -> None:
@@ -47,7 +44,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 24,
     questions: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 120,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each latency path.")] = 10,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """One model of the bundled family goes on from another one's cache, with the numbers that say how well."""
     from .demo import run_demo, to_text
@@ -67,7 +64,7 @@ app.command("calibrate-gates")(calibrate_gates_of)
 def inspect(
     mapper: Annotated[str, typer.Argument(help="A mapper: folder or Hub id.")],
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what an artifact holds: geometry, support, hashes, scores. Weights are not downloaded."""
     from .hub.inspection import inspect_artifact, to_text
@@ -85,7 +82,7 @@ def plan(
     target: Target,
     top_k: Annotated[int, typer.Option(min=1, help="Source layers per target layer.")] = 8,
     support: Annotated[str, typer.Option(help="full_head or head_local.")] = "full_head",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Sizes and memory of a pair from its configs alone; no weights are downloaded."""
     from .planning import plan_pair, to_text
@@ -106,7 +103,7 @@ def generate(
     on_failure: Annotated[
         str, typer.Option(help="error, or prefill: the target then reads the prompt itself.")
     ] = "error",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """The source reads the prompt, the target goes on from the mapped cache."""
     from .demo import generate_once
@@ -128,7 +125,7 @@ def tune_gate(
     kl_field: Annotated[str, typer.Option(help="kl (mean over the suffix) or kl_last (first new token).")] = "kl",
     mapper: Annotated[str | None, typer.Option(help="A mapper that shall carry the threshold.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for that mapper.")] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fit the likelihood gate's threshold to shadow records."""
     from .guard.tuning import read_events, store_threshold, to_text, tune_gate
@@ -147,7 +144,7 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch; made when it does not exist.")] = None,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Upload a saved mapper to the Hub, whole or not at all."""
     from .hub.publishing import publish_folder
@@ -162,7 +159,7 @@ def push(
 def search(
     source: Annotated[str, typer.Argument(help="Hub id of the source model.")],
     target: Annotated[str, typer.Argument(help="Hub id of the target model.")],
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the mappers on the Hub that were made for a pair."""
     from .hub.publishing import search_mappers

@@ -10,6 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
+from .command_options import (
+    AsJson,
+    DeviceMap,
+    ModelDtype,
+    PairTokenizer,
+    Quantization,
+    SequenceLength,
+    Source,
+    SourceRevision,
+    Target,
+    TargetRevision,
+)
 from .errors import CalibrationError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -47,8 +59,8 @@ def parse_settings(texts: list[str]) -> dict[str, Any]:
 
 
 def fit(
-    source: Annotated[str, typer.Option("--source", help="Source model: folder or Hub id.")],
-    target: Annotated[str, typer.Option("--target", help="Target model: folder or Hub id.")],
+    source: Source,
+    target: Target,
     output: Annotated[Path, typer.Option(help="Folder for the mapper, and for the state of the run.")],
     dataset: Annotated[
         list[str] | None,
@@ -65,7 +77,7 @@ def fit(
     ] = None,
     streaming: Annotated[bool, typer.Option(help="Read Hub datasets only as far as needed.")] = True,
     num_sequences: Annotated[int, typer.Option(min=1, help="Sequences in all, held-out ones included.")] = 500,
-    sequence_length: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 1024,
+    sequence_length: SequenceLength = 1024,
     packing: Annotated[
         str, typer.Option(help="cut: one document a sequence; pack: documents side by side in whole sequences.")
     ] = "cut",
@@ -86,13 +98,13 @@ def fit(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any other field of FitConfig, as NAME=VALUE; repeatable.")
     ] = None,
-    source_revision: Annotated[str | None, typer.Option(help="Hub revision of the source.")] = None,
-    target_revision: Annotated[str | None, typer.Option(help="Hub revision of the target.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer of the pair (default: the models').")] = None,
+    source_revision: SourceRevision = None,
+    target_revision: TargetRevision = None,
+    tokenizer: PairTokenizer = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one forward; halved if memory runs out.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of the models: auto, float32, bfloat16 or float16.")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="Spread the models over devices: auto.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="Load the models in 4bit or 8bit (bitsandbytes).")] = None,
+    dtype: ModelDtype = "auto",
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
     plan: Annotated[
         str, typer.Option(help="auto, a (one pass), b (blocks of target layers) or c (source content on disk).")
     ] = "auto",
@@ -120,7 +132,7 @@ def fit(
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Begin again; the saved state is thrown away.")] = False,
     report_to: Annotated[str | None, typer.Option(help="A tracker of Accelerate, such as trackio.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fit a mapper for a pair and save it; the same command goes on after an interruption."""
     from .calibration.data import DataConfig, with_defaults

@@ -8,11 +8,24 @@ from typing import Annotated
 
 import typer
 
+from .command_options import (
+    AsJson,
+    DeviceMap,
+    ModelDtype,
+    PairTokenizer,
+    Quantization,
+    SequenceLength,
+    Source,
+    SourceRevision,
+    Target,
+    TargetRevision,
+)
+
 
 def calibrate_gates_of(
     mapper: Annotated[Path, typer.Argument(help="Folder of the mapper; its gates are replaced.")],
-    source: Annotated[str, typer.Option("--source", help="Source model: folder or Hub id.")],
-    target: Annotated[str, typer.Option("--target", help="Target model: folder or Hub id.")],
+    source: Source,
+    target: Target,
     dataset: Annotated[
         list[str] | None, typer.Option(help="Text that the fit has not used; as --dataset of kvbridge fit.")
     ] = None,
@@ -20,16 +33,16 @@ def calibrate_gates_of(
         int, typer.Option(min=0, help="First sequences of it to leave out: the fit's, where its data are given again.")
     ] = 0,
     num_sequences: Annotated[int, typer.Option(min=1, help="Sequences to calibrate on.")] = 200,
-    sequence_length: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 1024,
+    sequence_length: SequenceLength = 1024,
     packing: Annotated[str, typer.Option(help="cut or pack; as in kvbridge fit.")] = "cut",
-    source_revision: Annotated[str | None, typer.Option(help="Hub revision of the source.")] = None,
-    target_revision: Annotated[str | None, typer.Option(help="Hub revision of the target.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer of the pair (default: the models').")] = None,
+    source_revision: SourceRevision = None,
+    target_revision: TargetRevision = None,
+    tokenizer: PairTokenizer = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one handoff.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of the models: auto, float32, bfloat16 or float16.")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="Spread the models over devices: auto.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="Load the models in 4bit or 8bit (bitsandbytes).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    dtype: ModelDtype = "auto",
+    device_map: DeviceMap = None,
+    quantization: Quantization = None,
+    as_json: AsJson = False,
 ) -> None:
     """Calibrate the gates of a saved mapper, with both models in memory."""
     from accelerate import PartialState

@@ -178,7 +178,7 @@ def method_cases(fitted: Callable[..., dict[str, Any]], quick: bool) -> list[Cas
 def lookup_texts(tokenizer: Any, count: int, seed: int = 0, questions: int = 6) -> list[dict[str, Any]]:
     """Texts of train worlds with questions about them and their answers, as `distill(lookups=...)` takes them."""
     sys.path.insert(0, str(FAMILY))
-    from corpus import Writer
+    from world import Writer
 
     rng = random.Random(seed)
     texts: list[dict[str, Any]] = []

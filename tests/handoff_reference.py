@@ -18,6 +18,18 @@ from kvbridge_hf.fingerprint import model_fingerprint
 PAD = 0
 
 
+def fail_at_layer(monkeypatch, mapper, broken: int) -> None:
+    """Let the map of one target layer raise RuntimeError("out of memory")."""
+    map_layer = type(mapper).map_layer
+
+    def fail(self, layer, source):
+        if layer == broken:
+            raise RuntimeError("out of memory")
+        return map_layer(self, layer, source)
+
+    monkeypatch.setattr(type(mapper), "map_layer", fail)
+
+
 def random_mapper(source, target, *, top_k=2, num_sinks=0, num_native_suffix=1, seed=0, support="full_head"):
     """A mapper of random weights, for a pair of any sizes."""
     source_geometry, target_geometry = KVGeometry.from_model(source), KVGeometry.from_model(target)

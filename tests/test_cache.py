@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from handoff_reference import batch, pair, positions_of, random_mapper, reference_cache
+from handoff_reference import batch, fail_at_layer, pair, positions_of, random_mapper, reference_cache
 from models import tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -335,14 +335,7 @@ def test_a_failed_append_leaves_the_cache_as_it_was(bridge, models, monkeypatch)
     ids, _ = batch([14])
     own = source_cache(target, ids[:, :8])
     native = copy.deepcopy(own)
-    map_layer = type(mapper).map_layer
-
-    def fail(self, layer, source):
-        if layer == 2:
-            raise RuntimeError("out of memory")
-        return map_layer(self, layer, source)
-
-    monkeypatch.setattr(type(mapper), "map_layer", fail)
+    fail_at_layer(monkeypatch, mapper, 2)
     with pytest.raises(RuntimeError, match="out of memory"):
         bridge.handoff(ids, target_model=target, target_cache=own)
     assert_same(own, native, rtol=0, atol=0)

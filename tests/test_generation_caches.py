@@ -18,7 +18,7 @@ from generate_by_hand import (
     read,
     run,
 )
-from handoff_reference import batch, pair, random_mapper, reference_cache
+from handoff_reference import batch, fail_at_layer, pair, random_mapper, reference_cache
 from transformers import Cache, DynamicCache, QuantizedCache
 
 from kvbridge_hf import HandoffFallbackWarning, HandoffPolicy, KVBridge
@@ -168,14 +168,7 @@ def test_a_map_that_fails_leaves_a_quantised_cache_as_it_was(models, bridge, mon
     ids, mask = batch([14, 9])
     own = fill(eight_bit(4), read(target, ids[:, :8], mask[:, :8]), 4)
     before = [(layer._quantized_keys, layer.keys, layer.get_seq_length()) for layer in own.layers]
-    map_layer = type(mapper).map_layer
-
-    def fail(self, layer, source):
-        if layer == 2:
-            raise RuntimeError("out of memory")
-        return map_layer(self, layer, source)
-
-    monkeypatch.setattr(type(mapper), "map_layer", fail)
+    fail_at_layer(monkeypatch, mapper, 2)
     with pytest.raises(RuntimeError, match="out of memory"):
         run(target, ids, mask, bridge=bridge, **cache_kwargs(own))
     for layer, (quantized, recent, length) in zip(own.layers, before, strict=True):

@@ -17,6 +17,7 @@ import corpus  # noqa: E402
 import questions  # noqa: E402
 import tokenizer as tokenizer_module  # noqa: E402
 import words as W  # noqa: E402
+import world  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_bundled_sets_are_what_the_generator_writes():
 
 
 def test_worlds_are_disjoint():
-    people = {split: set(corpus.full_names(split)) for split in corpus.SPLITS}
+    people = {split: set(world.full_names(split)) for split in world.SPLITS}
     assert all(people.values())
     assert not people["train"] & people["validation"] | people["train"] & people["test"]
     assert not people["validation"] & people["test"]
@@ -150,7 +151,7 @@ def test_held_out_templates_occur_in_test_documents_only():
     rng = random.Random(5)
     text = {
         split: " ".join(corpus.text_of(corpus.document(rng, split, 300)) for _ in range(150))
-        for split in corpus.SPLITS
+        for split in world.SPLITS
     }
     assert sum(mark in text["test"] for mark in held_out) > 3
     assert not any(mark in text[split] for mark in held_out for split in ("train", "validation"))

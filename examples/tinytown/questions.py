@@ -15,7 +15,8 @@ import random
 from pathlib import Path
 
 import words as W
-from corpus import Writer, text_of
+from corpus import text_of
+from world import Writer
 
 # Answers of one word; how often each kind is asked. Reverse lookups ("Who lives in Rome?") are few: the family learns
 # them late, and a question that the target cannot answer says nothing about a handoff.
