@@ -78,6 +78,13 @@ def test_card_of_an_unmeasured_mapper_claims_nothing():
     assert "No evaluation is recorded" in card.text and "Nothing is recorded about how" in card.text
 
 
+def test_card_of_a_fuser_cites_its_source():
+    config = make_config()
+    assert "2510.03215" not in create_model_card(config).text
+    config.method = "fuser"
+    assert "C2C (Cache-to-Cache), Fu et al., arXiv:2510.03215" in create_model_card(config).text
+
+
 REPORT = {  # the parts of a report of kvbridge_hf.evaluation that go into an artifact
     "headline": {
         "gap_recovered": {"estimate": 0.4, "low": 0.3, "high": 0.5, "handoff": 0.7, "target": 0.9, "source": 0.5},

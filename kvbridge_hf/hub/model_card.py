@@ -23,6 +23,7 @@ CITATIONS = {
     "ridge": "Affine maps between KV caches by ridge regression on content-space keys: Heo et al., arXiv:2608.03893.",
     "head_local": "Head-local support: Qu et al., arXiv:2609.00891.",
     "sensitivity": "Receiver-sensitivity weights: Qu et al., arXiv:2609.00891.",
+    "fuser": "A learned fuser of source's and target's caches: C2C (Cache-to-Cache), Fu et al., arXiv:2510.03215.",
     "repair": "Recomputing single tokens of a cache in one pass: CacheBlend, Yao et al., arXiv:2405.16444.",
 }
 
