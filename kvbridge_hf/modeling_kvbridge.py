@@ -51,6 +51,15 @@ class MapperMethod:
         """Operations that do not grow with the tokens alone, for a prompt of so many of them."""
         return 0.0
 
+    def flops_per_distinct_token(self, mapper: KVBridgeMapper, mapped_layers: float = 1.0) -> float:
+        """Operations for each different token of a prompt, however often it stands there.
+
+        Args:
+            mapper: Its sizes.
+            mapped_layers: Share of the target's layers that is mapped.
+        """
+        return 0.0
+
 
 _METHODS: dict[str, MapperMethod] = {}
 

@@ -1,11 +1,13 @@
 """What a mapper's method may ask of the target itself, beside the source's content.
 
-    anchor_keys, anchor_values   exact content keys and values of target layer 0, (batch, heads, tokens, head_dim)
-    anchor_embeddings            the target's token embeddings, (batch, tokens, hidden_size)
+    anchor_keys, anchor_values   exact content keys and values of target layer 0, (different, heads, head_dim)
+    anchor_embeddings            the target's token embeddings, (different, hidden_size)
+    anchor_places                the row of these three that belongs to each column's token, (batch, tokens), long
     own_keys, own_values         content keys and values of all target layers, (layers, batch, heads, tokens, head_dim)
 
 Content keys and values of layer 0 follow from the token alone: they need no attention, and without its rotation a key
-knows no position. So each different token of a prompt is looked at once. The `own_` ones are the target's prefill.
+knows no position. So each different token of the columns is looked at once and held once, and `anchor_places` says
+which one stands where. The `own_` ones are the target's prefill.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .native_layers import read_native_layers
 from .prompt_reading import read_columns
 from .rotary import ContentRotary, positions_from_mask
 
-ANCHORS = ("anchor_keys", "anchor_values", "anchor_embeddings")
+ANCHORS = ("anchor_keys", "anchor_values", "anchor_embeddings", "anchor_places")
 OWN = ("own_keys", "own_values")
 
 
@@ -38,7 +40,7 @@ def read_extras(
         names: of the tensors, see the module.
         target: the target model.
         rotary: its rotation.
-        input_ids, mask: `(batch, tokens)`; what stands at padding is not read.
+        input_ids, mask: `(batch, tokens)`; what stands at padding is not read, it counts as token 0.
 
     Raises:
         GenerateArgumentError: there is no tensor of one of the names.
@@ -47,16 +49,16 @@ def read_extras(
         raise GenerateArgumentError(f"The mapper's method asks for {unknown}; there are {(*ANCHORS, *OWN)}.")
     ids = input_ids.masked_fill(~mask.to(input_ids.device), 0)
     extras: dict[str, torch.Tensor] = {}
+    if set(ANCHORS) & set(names):
+        different, extras["anchor_places"] = ids.unique(return_inverse=True)
     if {"anchor_keys", "anchor_values"} & set(names):
-        different, places = ids.unique(return_inverse=True)
         # One sequence of one token each, all at position 0.
         [(keys, values)] = read_native_layers(target, different[:, None], None, 1)
         keys = rotary.strip(keys, keys.new_zeros(len(keys), 1, dtype=torch.long), 0)
-        for name, states in (("anchor_keys", keys), ("anchor_values", values)):
-            extras[name] = states[:, :, 0][places.to(states.device)].transpose(1, 2)  # (B, T, H, d) -> (B, H, T, d)
+        extras["anchor_keys"], extras["anchor_values"] = keys[:, :, 0], values[:, :, 0]
     if "anchor_embeddings" in names:
         embeddings = target.get_input_embeddings()
-        extras["anchor_embeddings"] = embeddings(ids.to(embeddings.weight.device))
+        extras["anchor_embeddings"] = embeddings(different.to(embeddings.weight.device))
     if set(OWN) & set(names):
         layers: list[Any] = read_columns(target, ids, mask).layers
         entries = [(layer.keys, layer.values) for layer in layers]

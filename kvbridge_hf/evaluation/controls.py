@@ -22,7 +22,13 @@ from ..modeling_kvbridge import KVBridgeMapper
 from ..prompt_reading import read_columns
 from ..rotary import ContentRotary, positions_from_mask
 from .errors import EvaluationError
-from .flops import PrefillCost, handoff_flops, map_flops_per_token, whole_prompt_flops
+from .flops import (
+    PrefillCost,
+    handoff_flops,
+    map_flops_per_distinct_token,
+    map_flops_per_token,
+    whole_prompt_flops,
+)
 from .runs import Batch, cache_entries, cache_from_entries, run
 
 
@@ -31,12 +37,14 @@ class Handoff(Protocol):
     """Anything that gives the target a cache of a prompt.
 
     Called with `input_ids` and `attention_mask` `(batch, tokens)`, padded on the left, it returns a cache of the
-    target for all but the last n columns; the target reads those itself (and the last one in any case). Two
+    target for all but the last n columns; the target reads those itself (and the last one in any case). Three
     attributes are optional (and see [`BridgeHandoff`] for those of a handoff that recomputes tokens by the question):
 
         num_sinks (int): first tokens of a row that the target computed itself (0 if missing);
         flops(num_tokens) -> dict: `map` and `native`, the operations for a prompt of that many tokens.
             Without it the cost of the handoff is not reported.
+        counts_distinct (bool): whether `flops` also takes `num_distinct=`, the number of different tokens among those
+            that are neither sinks nor left to the target (False if missing).
     """
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Cache | None: ...
@@ -79,8 +87,20 @@ class BridgeHandoff:
         """The policy's number of native last tokens, or else the mapper's; at least 1."""
         return max(1, int(self._wanted("num_native_suffix")))
 
-    def flops(self, num_tokens: int, num_suffix: int | None = None) -> dict[str, float]:
-        """Operations of one handoff without repair; see [`~evaluation.flops.handoff_flops`]."""
+    #: See [`Handoff`].
+    counts_distinct = True
+
+    def flops(
+        self, num_tokens: int, num_suffix: int | None = None, num_distinct: int | None = None
+    ) -> dict[str, float]:
+        """Operations of one handoff without repair; see [`~evaluation.flops.handoff_flops`].
+
+        Args:
+            num_tokens: tokens of the prompt.
+            num_suffix: last ones that the target reads itself; the policy's by default.
+            num_distinct: different tokens among the mapped ones. Without it all are taken as different, so that the
+                cost of a map that computes something once a token is an upper bound.
+        """
         suffix = self.num_native_suffix if num_suffix is None else num_suffix
         parts = handoff_flops(
             self._target_cost,
@@ -89,6 +109,10 @@ class BridgeHandoff:
             num_sinks=self.num_sinks,
             num_suffix=suffix,
             native_layers=self.native_layers,
+            map_per_distinct=map_flops_per_distinct_token(
+                self.mapper, 1 - self.native_layers / self._target_cost.num_layers
+            ),
+            num_distinct=num_distinct,
         )
         more = whole_prompt_flops(self.mapper, self._target_cost, max(num_tokens - suffix, 0))
         return {**parts, "map": parts["map"] + more, "total": parts["total"] + more}

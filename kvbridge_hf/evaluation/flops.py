@@ -4,7 +4,8 @@ Counted are multiply-adds as two operations each:
 
 * linear layers of the decoder: `2 * in_features * out_features` a token (of a mixture of experts, the active ones);
 * attention: `4 * num_query_heads * head_dim` for every (query, key) pair, in each layer;
-* the map: two for every weight that a token meets.
+* the map: two for every weight that a token meets. What a map computes of the token alone, wherever it stands, counts
+  once for each different token that is mapped of a prompt; of a prompt whose tokens are not known, for all of them.
 
 Left out on both sides are embeddings, norms, activations, rotations, softmax and the output layer (which runs for the
 last token only, whichever way the cache came about).
@@ -16,9 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config_facts import decoder_of, text_config
+from ..rotary import positions_from_mask
 from ..target_extras import OWN
 from .errors import EvaluationError
 
@@ -92,7 +95,8 @@ def map_flops_per_token(mapper: Any) -> float:
     """Operations of a mapper for one token.
 
     That is what the mapper's `flops_per_token()` or its method's `flops_per_token(mapper)` says, else two a weight of
-    a linear map.
+    a linear map. What a method counts once for each different token is not in it, see
+    [`map_flops_per_distinct_token`].
     """
     if callable(own := getattr(mapper, "flops_per_token", None)):
         return float(own())
@@ -105,6 +109,17 @@ def map_flops_per_token(mapper: Any) -> float:
             "give it flops_per_token() so that its cost can be reported."
         )
     return 2.0 * sum(weight.numel() for weight in weights if weight is not None)
+
+
+def map_flops_per_distinct_token(mapper: Any, mapped_layers: float = 1.0) -> float:
+    """Operations of a mapper for each different token, by its method's `flops_per_distinct_token`; 0 without one.
+
+    Args:
+        mapper: the mapper.
+        mapped_layers: share of the target's layers that is mapped.
+    """
+    own = getattr(getattr(mapper, "method", None), "flops_per_distinct_token", None)
+    return float(own(mapper, mapped_layers)) if callable(own) else 0.0
 
 
 def whole_prompt_flops(mapper: Any, target: PrefillCost, num_tokens: int) -> float:
@@ -125,6 +140,8 @@ def handoff_flops(
     num_sinks: int,
     num_suffix: int,
     native_layers: int = 0,
+    map_per_distinct: float = 0.0,
+    num_distinct: int | None = None,
 ) -> dict[str, float]:
     """Operations of one handoff of a prompt, part by part.
 
@@ -135,6 +152,9 @@ def handoff_flops(
         num_sinks: first tokens that the target reads itself.
         num_suffix: last tokens that the target reads itself, on top of all before them.
         native_layers: lowest layers that the target computes itself for all other tokens; they are not mapped.
+        map_per_distinct: operations of the map for each different token, of the layers that are mapped.
+        num_distinct: different tokens among the mapped ones (those that are neither sinks nor suffix). Where it is
+            not given, all are taken as different, which is an upper bound.
 
     Returns:
         `map`, `native` (sinks, suffix and lowest layers), `total`, and `prefill`, what the target would have spent
@@ -146,8 +166,16 @@ def handoff_flops(
     native = target.flops(sinks) + target.flops(suffix, num_before=num_tokens - suffix)
     native += target.flops_of_lowest_layers(num_tokens - suffix, native_layers)
     mapped_layers = 1 - native_layers / target.num_layers
-    parts = {"map": map_per_token * mapped * mapped_layers, "native": native}
+    distinct = mapped if num_distinct is None else min(num_distinct, mapped)
+    mapping = map_per_token * mapped * mapped_layers + map_per_distinct * distinct
+    parts = {"map": mapping, "native": native}
     return {**parts, "total": sum(parts.values()), "prefill": target.flops(num_tokens)}
+
+
+def count_distinct(input_ids: torch.Tensor, mask: torch.Tensor, num_sinks: int) -> list[int]:
+    """Different tokens of each row `(B, T)` behind its first `num_sinks` ones, padding left out."""
+    mapped = mask.bool() & (positions_from_mask(mask) >= num_sinks)
+    return [len(ids[kept].unique()) for ids, kept in zip(input_ids, mapped, strict=True)]
 
 
 def share_of_prefill(costs: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from .controls import Handoff, UnmappedHandoff, leave_last_column, native_only_m
 from .documents import Document, document_batches
 from .errors import EvaluationError
 from .fidelity import AttentionOutputs, R2Sums, log_probs
-from .flops import PrefillCost, share_of_prefill
+from .flops import PrefillCost, count_distinct, share_of_prefill
 from .questions import EncodedQuestion, Question, encode_question, question_batches
 from .runs import (
     Batch,
@@ -198,12 +198,13 @@ class Judge:
         # Where a handoff depends on the question, each question pays for the whole of its own.
         prefixes = batch.rows if by_row else torch.arange(batch.num_prefixes)
         mask = batch.prefix_mask[prefixes]
+        distinct = count_distinct(batch.prefix_ids[prefixes, :held], mask[:, :held], sinks)
         of_prefix = None if repaired is None else repaired if by_row else repaired[batch.first_rows]
         tally.statuses[status] = tally.statuses.get(status, 0) + len(prefixes)
         rest = mask.shape[1] - held
         questions = batch.suffix_mask.sum(1).tolist() if by_row else [rest] * len(prefixes)
         tally.costs += self._costs(
-            handoff, mask, questions, of_prefix, num_suffix=rest, fell_back=status == "fallback"
+            handoff, mask, distinct, questions, of_prefix, num_suffix=rest, fell_back=status == "fallback"
         )
         tally.prompt_tokens += int(mask.sum())
         tally.native_tokens += int(mask[:, held:].sum() + mask[:, :held].sum(1).clamp(max=sinks).sum())
@@ -363,6 +364,7 @@ class Judge:
         self,
         handoff: Handoff,
         mask: torch.Tensor,
+        distinct: list[int],
         questions: list[int],
         repaired: torch.Tensor | None,
         *,
@@ -373,16 +375,17 @@ class Judge:
         positions = positions_from_mask(mask)
         costs = []
         for row, length in enumerate(mask.sum(1).tolist()):
+            known = {"num_distinct": distinct[row]} if getattr(handoff, "counts_distinct", False) else {}
             full = self._target_cost.flops(length)
             cost = {"prefill": full, "source_prefill": self._source_cost.flops(length)}
             if fell_back:
                 cost |= {"map": 0.0, "native": full, "repair": 0.0, "choice": 0.0, "total": full}
             elif flops is not None:
                 if repaired is None:
-                    parts = flops(length)
+                    parts = flops(length, **known)
                     again = choice = 0.0
                 else:
-                    parts = flops(length, num_suffix=num_suffix)
+                    parts = flops(length, num_suffix=num_suffix, **known)
                     places = positions[row, : repaired.shape[1]][repaired[row]]
                     again = self._target_cost.flops_at(places.tolist())
                     choice = handoff.choice_flops(length, questions[row])  # type: ignore[attr-defined]

@@ -2,7 +2,8 @@
 
 The target's layer 0 needs no attention: its keys and values, and the embedding below, follow from the token alone.
 Beside the source's features they tell a map which token it is in the target's own terms; layer 0 itself becomes exact.
-The regression is that of `linear`, on the wider features, in a pass of its own over the data.
+The regression is that of `linear`, on the wider features, in a pass of its own over the data. As what anchors add to a
+mapped key or value depends on the token alone, a handoff computes it once for each different token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..calibration.accumulate import heldout_rows
 from ..calibration.moments import Moments
@@ -20,7 +22,7 @@ from ..calibration.solve import solve_ridge
 from ..calibration.traces import Batch, Trace, TracedModel, evaluating, join_contents, kept_tokens, read_batches
 from ..calibration.weighting import per_head, shrunk
 from ..errors import ArtifactError, FitConfigError
-from ..kernels import map_head_local
+from ..kernels import map_full_head, map_head_local
 from ..modeling_kvbridge import KVBridgeMapper, SourceContent, register_method
 from .base import FitContext, FitMethod, register_fit
 from .features import (
@@ -53,27 +55,49 @@ class _Anchored(ByKindMethod):
     def map_kind(
         self, mapper: KVBridgeMapper, kind: str, target_layer: int, source: SourceContent, read: Reader
     ) -> torch.Tensor:
-        features = with_anchors(grouped_features(mapper, target_layer, read), source, kind, self.anchors)
+        features = grouped_features(mapper, target_layer, read)
+        states = anchor_states(source, kind, self.anchors).to(features)
         weight = getattr(mapper, f"{kind}_weight")[target_layer]
-        features = features.expand(-1, weight.shape[0], -1, -1)
-        return map_head_local(features, weight, getattr(mapper, f"{kind}_bias")[target_layer])
+        bias = getattr(mapper, f"{kind}_bias")[target_layer]
+        of_source, of_anchors = weight.split([features.shape[-1], states.shape[-1]], dim=1)
+        if mapper.config.support == "full_head":
+            mapped = map_full_head(features.squeeze(1), of_source, bias)
+        else:
+            mapped = map_head_local(features, of_source, bias)
+        # Every head reads the same anchors, whatever it reads of the source: (1, H, U, d) -> (U, H * d).
+        added = map_full_head(states.unsqueeze(0), of_anchors, torch.zeros_like(bias))[0].transpose(0, 1).flatten(1)
+        places = source.extra("anchor_places").to(added.device)
+        return mapped + functional.embedding(places, added).unflatten(-1, bias.shape).transpose(1, 2)
 
     def flops_per_token(self, mapper: KVBridgeMapper) -> float:
-        """The map, and layer 0's projections of every token (of a prompt's repeated ones they run once)."""
-        own = layer0_flops(mapper.config.target_geometry) if "layer0" in self.anchors else 0.0
-        return own + 2.0 * (mapper.key_weight.numel() + mapper.value_weight.numel())
+        """The source's part of the map; see `flops_per_distinct_token` for the anchors'."""
+        return 2.0 * mapper.config.num_features * self._outputs(mapper)
+
+    def flops_per_distinct_token(self, mapper: KVBridgeMapper, mapped_layers: float = 1.0) -> float:
+        """The anchors' part of the map, and layer 0's projections, which it takes whichever layers are mapped."""
+        geometry = mapper.config.target_geometry
+        own = layer0_flops(geometry) if "layer0" in self.anchors else 0.0
+        return own + 2.0 * mapped_layers * sum(anchor_widths(geometry, self.anchors)) * self._outputs(mapper)
+
+    @staticmethod
+    def _outputs(mapper: KVBridgeMapper) -> int:
+        return mapper.key_bias.numel() + mapper.value_bias.numel()
+
+
+def anchor_states(source: SourceContent, kind: str, anchors: tuple[str, ...]) -> torch.Tensor:
+    """The anchors of one kind side by side, `(different tokens, features)`; `anchor_places` says where they stand."""
+    parts = [
+        source.extra(f"anchor_{kind}s").flatten(1) if anchor == "layer0" else source.extra("anchor_embeddings")
+        for anchor in anchors
+    ]
+    return torch.cat([part.to(parts[0].device) for part in parts], dim=-1)
 
 
 def with_anchors(features: torch.Tensor, source: SourceContent, kind: str, anchors: tuple[str, ...]) -> torch.Tensor:
-    """Features `(B, groups, T, F)` of one kind with the anchors beside them."""
-    parts = [features]
-    for anchor in anchors:
-        if anchor == "layer0":
-            states = source.extra(f"anchor_{kind}s").transpose(1, 2).flatten(2)
-        else:
-            states = source.extra("anchor_embeddings")
-        parts.append(states.to(features).unsqueeze(1).expand(-1, features.shape[1], -1, -1))
-    return torch.cat(parts, dim=-1)
+    """Features `(B, groups, T, F)` of one kind with the anchors beside them, column by column."""
+    states = anchor_states(source, kind, anchors).to(features)
+    beside = functional.embedding(source.extra("anchor_places").to(features.device), states)
+    return torch.cat([features, beside.unsqueeze(1).expand(-1, features.shape[1], -1, -1)], dim=-1)
 
 
 @register_method
@@ -82,7 +106,7 @@ class AnchoredMethod(_Anchored):
 
     name = "anchored"
     anchors = ("layer0",)
-    requires = ("anchor_keys", "anchor_values")
+    requires = ("anchor_keys", "anchor_values", "anchor_places")
 
 
 @register_method
@@ -91,7 +115,7 @@ class EmbeddedMethod(_Anchored):
 
     name = "anchored_embedding"
     anchors = ("embedding",)
-    requires = ("anchor_embeddings",)
+    requires = ("anchor_embeddings", "anchor_places")
 
 
 @register_method
@@ -100,7 +124,7 @@ class AnchoredEmbeddedMethod(_Anchored):
 
     name = "anchored_both"
     anchors = ("layer0", "embedding")
-    requires = ("anchor_keys", "anchor_values", "anchor_embeddings")
+    requires = ("anchor_keys", "anchor_values", "anchor_embeddings", "anchor_places")
 
 
 RUNTIMES: dict[tuple[str, ...], type[_Anchored]] = {
@@ -258,4 +282,12 @@ def _regression(
     return torch.cat(xs), torch.cat(ys)
 
 
-__all__ = ["RUNTIMES", "AnchoredFit", "AnchoredMethod", "anchor_widths", "layer0_flops", "with_anchors"]
+__all__ = [
+    "RUNTIMES",
+    "AnchoredFit",
+    "AnchoredMethod",
+    "anchor_states",
+    "anchor_widths",
+    "layer0_flops",
+    "with_anchors",
+]
