@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from study_methods import lookup_texts
+from lookup_texts import lookup_texts
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study_methods import FAMILY, lookup_texts
+from lookup_texts import FAMILY, lookup_texts
 from transformers import AutoTokenizer
 
 from kvbridge_hf import HandoffPolicy, KVBridge, KVBridgeMapper, bundled, fit_mapper

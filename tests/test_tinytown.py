@@ -150,8 +150,7 @@ def test_held_out_templates_occur_in_test_documents_only():
     held_out -= marks(W.FILLERS) | marks(t for group, _ in W.QUESTIONS.values() for t in group)
     rng = random.Random(5)
     text = {
-        split: " ".join(corpus.text_of(corpus.document(rng, split, 300)) for _ in range(150))
-        for split in world.SPLITS
+        split: " ".join(corpus.text_of(corpus.document(rng, split, 300)) for _ in range(150)) for split in world.SPLITS
     }
     assert sum(mark in text["test"] for mark in held_out) > 3
     assert not any(mark in text[split] for mark in held_out for split in ("train", "validation"))
