@@ -106,6 +106,9 @@ def run(args: argparse.Namespace, settings: Settings, path: Path, results: dict[
             bar.update(1)
             tqdm.write(study_report.line(entry), file=sys.stdout)
             sys.stdout.flush()
+        if not missing:
+            pool.close()
+            pool.join()
 
 
 def again(args: argparse.Namespace, settings: Settings, results: dict[str, Any]) -> bool:

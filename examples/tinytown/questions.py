@@ -73,6 +73,11 @@ def draw_question(writer: Writer, kinds: set[str], held_out: bool):
 
 
 def question_set(split: str, seed: int, contexts: int, lengths: tuple[int, ...], diary: bool):
+    return (row for _, row in written_questions(split, seed, contexts, lengths, diary))
+
+
+def written_questions(split: str, seed: int, contexts: int, lengths: tuple[int, ...], diary: bool):
+    """The lines of a set, each with the writer of its context."""
     rng = random.Random(seed)
     for context_id in range(contexts):
         length = lengths[context_id % len(lengths)]
@@ -87,14 +92,17 @@ def question_set(split: str, seed: int, contexts: int, lengths: tuple[int, ...],
                 break
             kinds.discard(drawn["kind"])
             text = f"{drawn['question']} {drawn['stem']}"
-            yield {
-                "context_id": context_id,
-                "context": text_of(writer.segments),
-                "question": text,
-                "choices": drawn["choices"],
-                "answer": drawn["answer"],
-                "kind": drawn["kind"],
-            }
+            yield (
+                writer,
+                {
+                    "context_id": context_id,
+                    "context": text_of(writer.segments),
+                    "question": text,
+                    "choices": drawn["choices"],
+                    "answer": drawn["answer"],
+                    "kind": drawn["kind"],
+                },
+            )
 
 
 def conversation(rng: random.Random, split: str, turns: int = 10) -> dict:

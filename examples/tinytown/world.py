@@ -89,13 +89,21 @@ class Writer:
         self.rng, self.split, self.level, self.diary, self.unasked = rng, split, level, diary, unasked
         self.world = World(rng, split, num_people)
         self.segments: list[Segment] = []
+        # ("city", person), ("thing", thing) or ("tell", teller, listener, thing) -> the segments it follows from
+        self.told_in: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self.introduced_in: dict[str, int] = {}
         self.count = 0
         self.asked: set[tuple[str, str, str]] = set()  # (kind, slots, answer)
         self.kinds = KINDS_BY_LEVEL[level]
         self.attributes = [a for a in ATTRIBUTES if a in self.kinds]
         self.fillers = W.FILLERS + (W.HELD_OUT_FILLERS if split == "test" else [])
 
-    def add(self, text: str, answer: bool = False) -> None:
+    def add(
+        self, text: str, answer: bool = False, fact: tuple[str, ...] | None = None, before: tuple[int, ...] = ()
+    ) -> None:
+        """Append a segment, which says ``fact`` together with those ``before`` that it refers to."""
+        if fact is not None:
+            self.told_in[fact] = (*before, len(self.segments))
         self.segments.append((text, answer))
         self.count += len(text.split()) + text.count(".") + text.count("?") + text.count(":") + text.count(",")
 
@@ -109,13 +117,15 @@ class Writer:
         self.render(attribute, person, value, pronoun)
 
     def render(self, attribute: str, person: str, value: str, pronoun: bool = False) -> None:
+        fact = (attribute, value if attribute == "thing" else person)
         if pronoun and attribute in W.PRONOUN_STATEMENTS:
             subject = W.PRONOUNS[person in W.WOMEN]
-            self.add(self.pick(W.PRONOUN_STATEMENTS[attribute], s=subject, v=value))
+            text = self.pick(W.PRONOUN_STATEMENTS[attribute], s=subject, v=value)
+            self.add(text, fact=fact, before=(self.introduced_in[person],))
         elif self.diary:
-            self.add(self.pick(W.DIARY[attribute], p=person, v=value))
+            self.add(self.pick(W.DIARY[attribute], p=person, v=value), fact=fact)
         else:
-            self.add(self.pick(W.STATEMENTS[attribute], p=person, v=value))
+            self.add(self.pick(W.STATEMENTS[attribute], p=person, v=value), fact=fact)
 
     def place_thing(self, person: str, pronoun: bool = False) -> None:
         free = [t for t in W.THINGS if t not in self.world.holder]
@@ -127,6 +137,7 @@ class Writer:
     def introduce(self, person: str) -> None:
         """A new person: full name, then two or three facts, most of them with a pronoun."""
         self.world.introduced.add(person)
+        self.introduced_in[person] = len(self.segments)
         self.add(self.pick(W.INTRODUCTIONS, f=self.world.full[person]))
         options = [a for a in self.attributes if (a, person) not in self.world.values]
         for attribute in self.rng.sample(options, min(len(options), self.rng.randint(2, 3))):
@@ -157,21 +168,21 @@ class Writer:
             value = rng.choice([c for c in W.CITIES if c != world.values["city", person]])
             world.values["city", person] = value
             world.changed.add(("city", person))
-            self.add(self.pick(W.EVENTS["move"], p=person, v=value))
+            self.add(self.pick(W.EVENTS["move"], p=person, v=value), fact=("city", person))
         elif kind == "newjob" and world.knows("job"):
             person = rng.choice(world.knows("job"))
             taken = {world.values["job", p] for p in world.knows("job")}
             value = rng.choice([j for j in W.JOBS if j not in taken] or W.JOBS)
             world.values["job", person] = value
             world.changed.add(("job", person))
-            self.add(self.pick(W.EVENTS["newjob"], p=person, v=value))
+            self.add(self.pick(W.EVENTS["newjob"], p=person, v=value), fact=("job", person))
         elif kind == "give" and world.holder:
             thing = rng.choice(list(world.holder))
             giver = world.holder[thing]
             other = rng.choice([p for p in world.people if p != giver])
             world.holder[thing] = other
             world.changed.add(("thing", thing))
-            self.add(self.pick(W.EVENTS["give"], p=giver, q=other, t=thing))
+            self.add(self.pick(W.EVENTS["give"], p=giver, q=other, t=thing), fact=("thing", thing))
         elif kind == "say" and world.values and person not in world.said:
             (attribute, about), value = rng.choice(list(world.values.items()))
             text = rng.choice(W.STATEMENTS[attribute]).format(p=about, v=value)
@@ -186,7 +197,7 @@ class Writer:
         options = [t for t in W.THINGS if not any(t == u and (person == a or other == b) for a, b, u in used)]
         thing = self.rng.choice(options)
         used.append((person, other, thing))
-        self.add(self.pick(W.EVENTS["tell"], p=person, q=other, t=thing))
+        self.add(self.pick(W.EVENTS["tell"], p=person, q=other, t=thing), fact=("tell", person, other, thing))
 
     def filler(self) -> None:
         if self.diary and self.rng.random() < 0.5:

@@ -253,7 +253,7 @@ class FitConfig:
         Args:
             name: `"paper"` (Heo et al. 2608.03893), `"cachebridge"` (Qu et al. 2609.00891), `"kvlrelay"`, or ours:
                 `"fast"` (one pass, closed form), `"default"` (two passes, closed form with sensitivity weights),
-                `"quality"` (and training on the target's predictions).
+                `"quality"` (and training on the target's predictions; wants lookups).
             overrides: Fields to change.
         """
         if name not in _PRESETS:
