@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import time
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty
@@ -58,7 +59,7 @@ def plan(args: argparse.Namespace, settings: Settings, known: set[str]) -> list[
 
 
 def _wanted(case: Case, args: argparse.Namespace) -> bool:
-    named = not args.rows or case.name.startswith(tuple(args.rows))
+    named = not args.rows or any(fnmatch(case.name, pattern) for pattern in args.rows)
     return named and (not args.groups or case.group in args.groups)
 
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=FAMILY / "models", help="folder of the models")
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
     parser.add_argument("--groups", nargs="+", help="only these groups of rows")
-    parser.add_argument("--rows", nargs="+", help="only rows whose names start with one of these")
+    parser.add_argument("--rows", nargs="+", help="only rows of these names; * for the rest")
     parser.add_argument("--seeds", nargs="+", type=int, help="0 1 2 by default, 0 with --quick")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--questions", type=int, help="at most so many")

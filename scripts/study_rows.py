@@ -92,10 +92,18 @@ def _preset_cases(fitted: Callable[..., dict[str, Any]], lookups: int) -> list[C
         fit, late = fitted(name), name == "quality"
         texts = lookups if fit["repair"] == "learned" else 0
         rows.append(Case("preset", name, fit, controls=main, lookups=texts, repeated=not late, late=late))
-    # The token embedding beside the source's features, and fewer tokens repaired for the price of that.
-    anchored = {"method": "anchored", "anchors": ["embedding"], "weighting": "uniform", "native_fraction": 0.07}
-    fit = fitted("quality", **anchored)
-    rows.append(Case("preset", "quality, anchored", fit, controls=main, lookups=lookups, late=True))
+    quality = fitted("quality")
+    asking = {**quality["distillation"], "lookup_fraction": 0.75}
+    variants: dict[str, dict[str, Any]] = {
+        "quality, closed form": {"distillation": None},
+        "quality, trained on lookups": {"distillation": asking},
+        # The token embedding beside the source's features, and fewer tokens repaired for the price of that.
+        "quality, anchored": {"method": "anchored", "anchors": ["embedding"], "weighting": "uniform"}
+        | {"native_fraction": 0.07},
+    }
+    for name, changes in variants.items():
+        fit = fitted("quality", **changes)
+        rows.append(Case("preset", name, fit, controls=main, lookups=lookups, late=True))
     return rows
 
 

@@ -41,14 +41,16 @@ def check_divisible(job: CalibrationJob, config: FitConfig, processes: Processes
 
 
 def _check_lookups(job: CalibrationJob, config: FitConfig) -> None:
-    share = 0.0 if config.distillation is None else config.distillation.lookup_fraction  # None: where there are some
-    if job.lookups is None and share:
+    asks = config.distillation is not None and config.distillation.lookup_fraction > 0
+    if job.lookups is None and asks:
+        assert config.distillation is not None
         raise FitConfigError(
-            f"lookup_fraction={share} trains on texts with questions: give them with --lookups, or leave it out."
+            f"lookup_fraction={config.distillation.lookup_fraction} trains on texts with questions: give them with "
+            "--lookups, or leave it out."
         )
     if job.lookups is None:
         return
-    if share == 0 and not learns_choice(config):
+    if not asks and not learns_choice(config):
         raise FitConfigError(
             f"--lookups {job.lookups}: nothing in these settings learns from questions. Use --preset quality or "
             "--set repair=learned, or leave --lookups out."

@@ -31,8 +31,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # A second pass for the sensitivity weights; 15 % of the tokens, chosen by the question, recomputed natively, as no
     # fit keeps what a lookup needs (docs/methods.md).
     "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.15},
-    # And training on the target's predictions. Given lookups, it trains on what is looked up, and fewer tokens are
-    # recomputed, better chosen.
+    # And training on the target's predictions; given lookups, fewer tokens are recomputed, better chosen.
     "quality": {
         "top_k": None,
         "selection": "greedy",
@@ -70,7 +69,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "selection": "r2",
         "num_sinks": 0,
         "num_native_suffix": 1,
-        "distillation": DistillationConfig(steps=100, lookup_fraction=0.0),
+        "distillation": DistillationConfig(steps=100),
     },
 }
 

@@ -138,8 +138,8 @@ def distill(
         source_model, target_model: The pair; frozen for the time.
         token_batches: As in [`fit_mapper`].
         config: Settings.
-        lookups: Texts with questions about them, for `config.lookup_fraction` of the steps: mappings with `input_ids`
-            (the text, then questions and answers), `boundary` (tokens of the text) and `answers` (a flag a token).
+        lookups: Texts with questions about them, for `config.lookup_fraction`: mappings with `input_ids` (the text,
+            then questions and answers), `boundary` (tokens of the text) and `answers` (a flag a token).
         heldout_fraction, seed: Which sequences are for validation, by the hash that the closed form uses; give its
             values.
         output_dir: Where checkpoints go. An interrupted run goes on from the newest one; a folder that was begun with
@@ -154,8 +154,7 @@ def distill(
         CalibrationError: there are no sequences to train or to validate on, or `output_dir` belongs to another run.
         FitConfigError: no learning rate gave a finite loss, or `lookup_fraction` has no lookups to take.
     """
-    lookups = list(lookups or ())
-    config = (config or DistillationConfig()).with_lookups(bool(lookups))
+    config = config or DistillationConfig()
     handoff = FunctionalHandoff(
         source_model,
         target_model,
@@ -171,7 +170,7 @@ def distill(
             f"Distillation needs sequences to train and others to validate on; heldout_fraction={heldout_fraction} "
             f"left {len(training)} and {len(validating)} of two tokens or more. Use more sequences or another one."
         )
-    asked, asked_held = split_lookups(lookups, heldout_fraction, seed)
+    asked, asked_held = split_lookups(lookups or (), heldout_fraction, seed)
     if config.lookup_fraction and not (asked and asked_held):
         raise FitConfigError(
             f"lookup_fraction={config.lookup_fraction} needs lookups to train and others to validate on, got "

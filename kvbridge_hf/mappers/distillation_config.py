@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..errors import FitConfigError
-
-# Of the steps, where there are lookups and nothing else is asked for (docs/methods.md).
-LOOKUP_FRACTION = 0.75
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,8 @@ class DistillationConfig:
             directions differ in size by orders of magnitude.
         min_prefix, min_continuation, max_continuation (`int`): Columns; where a prefix ends is drawn at random for
             each step, and so is the length of the continuation.
-        lookup_fraction (`float`, *optional*): Share of the steps (and of the validation batches) whose continuations
-            are questions about the prefix with their answers, from the `lookups` of [`distill`]; the others take
-            running text. None takes three of four where there are lookups, and none where there are not.
+        lookup_fraction (`float`): Share of the steps (and of the validation batches) whose continuations are questions
+            about the prefix with their answers, from the `lookups` of [`distill`]; the others take running text.
         native_fraction (`float`): Share of the mapped tokens that the target has recomputed in every second step (and
             validation batch), chosen by the question as a handoff chooses them: the map learns what repair leaves, and
             to do without.
@@ -61,7 +57,7 @@ class DistillationConfig:
     min_prefix: int = 32
     min_continuation: int = 8
     max_continuation: int = 64
-    lookup_fraction: float | None = None
+    lookup_fraction: float = 0.0
     native_fraction: float = 0.0
     kl_weight: float = 1.0
     reconstruction_weight: float = 0.0
@@ -83,8 +79,7 @@ class DistillationConfig:
             _check(_is_number(getattr(self, name)) and getattr(self, name) >= 0, name, self, "finite and >= 0")
         for name in ("lookup_fraction", "native_fraction"):
             value = getattr(self, name)
-            if name == "native_fraction" or value is not None:
-                _check(_is_number(value) and 0 <= value <= 1, name, self, "between 0 and 1")
+            _check(_is_number(value) and 0 <= value <= 1, name, self, "between 0 and 1")
         rates = (*self.learning_rates, *(() if self.learning_rate is None else (self.learning_rate,)))
         _check(all(_is_number(rate) and rate > 0 for rate in rates), "learning_rates", self, "above 0")
         _check(
@@ -101,12 +96,6 @@ class DistillationConfig:
             self,
             "or another above 0",
         )
-
-    def with_lookups(self, given: bool) -> DistillationConfig:
-        """These settings with a `lookup_fraction` in place of None, for a run that has lookups or has none."""
-        if self.lookup_fraction is not None:
-            return self
-        return replace(self, lookup_fraction=LOOKUP_FRACTION if given else 0.0)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DistillationConfig:

@@ -127,7 +127,7 @@ class StepBatches(Dataset):
     ):
         self.sequences, self.config, self.seed = sequences, config, seed
         self.lookups = list(lookups)
-        self.asks = [asks_at(step, config.lookup_fraction or 0.0) for step in range(steps)]
+        self.asks = [asks_at(step, config.lookup_fraction) for step in range(steps)]
         asked = sum(self.asks)
         self.groups = self._groups([len(sequence) for sequence in sequences], steps - asked, 1)
         self.lookup_groups = self._groups([len(lookup.ids) for lookup in self.lookups], asked, 5)
@@ -186,10 +186,10 @@ def validation_items(
     sequences: list[torch.Tensor], lookups: Sequence[Lookup], config: DistillationConfig, seed: int
 ) -> list[tuple[Batch, int, torch.Tensor, float]]:
     """[`validation_batches`] and, as `config` says, lookups and repaired handoffs; arguments of `continuation_kl`."""
-    count = round(config.validation_sequences * (config.lookup_fraction or 0.0))
+    count = round(config.validation_sequences * config.lookup_fraction)
     text = replace(config, validation_sequences=max(config.validation_sequences - count, 1))
     items = []
-    if (config.lookup_fraction or 0.0) < 1:
+    if config.lookup_fraction < 1:
         items = [(batch, at, text_question(batch, at)) for batch, at in validation_batches(sequences, text, seed)]
     rows = sorted(lookups[:count], key=lambda lookup: len(lookup.ids))
     size = config.batch_size
