@@ -75,7 +75,7 @@ class Pair:
         """The judge of one set of questions and documents.
 
         `"main"`: the split's; `"long"`: questions about long texts; `"prefix-N"`: texts joined, N tokens before what
-        is scored; `"diary"`: texts of a genre of their own; `"shuffled"`: the split's with their prefix in disorder.
+        is scored; `"diary"`: texts of that genre alone; `"shuffled words"`: the split's, their prefix in disorder.
         """
         if data not in self._judges:
             given: dict[str, Any] = {}
@@ -103,31 +103,28 @@ class Pair:
             prefix, count = int(data.removeprefix("prefix-")), LONG_DOCUMENTS
             joined = [sum(texts[start:] + texts[:start], [])[: prefix + CONTINUATION] for start in range(len(texts))]
             texts = joined
-        elif data == "shuffled":
+        elif data == "shuffled words":
             for ids in texts:
                 told = ids[:-CONTINUATION]
                 rng.shuffle(told)
                 ids[:-CONTINUATION] = told
         elif data == "diary":
-            if str(FAMILY) not in sys.path:
-                sys.path.insert(0, str(FAMILY))
-            from corpus import document, text_of
-
-            diaries = [document(rng, split, (160, 256, 384)[i % 3], genre="diary") for i in range(len(texts))]
-            texts = [self.tokenizer(text_of(segments))["input_ids"] for segments in diaries]
+            texts = [self.tokenizer(text)["input_ids"] for text in _texts_of("diary", split, len(texts), rng)]
         return split_documents(texts, continuation_tokens=CONTINUATION, prefix_tokens=prefix, limit=count)
 
     def batches(self, case: Case, seed: int) -> list[torch.Tensor]:
         """Calibration texts, drawn anew for every seed."""
         count = self.settings.texts if case.texts is None else min(case.texts, ALL_TEXTS)
-        texts = random.Random(seed).sample(self.texts, count)
+        rng = random.Random(seed)
+        texts = rng.sample(self.texts, count) if case.genre is None else _texts_of(case.genre, "train", count, rng)
         return [self.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
 
     # ---- mappers ----------------------------------------------------------------------------------------------------
 
     def mapper(self, case: Case, seed: int) -> tuple[KVBridgeMapper, float]:
         """The fitted mapper and the seconds that the fit took."""
-        key = json.dumps([case.fit, case.texts, seed, case.lookups, case.shared_width], sort_keys=True, default=list)
+        facts = [case.fit, case.texts, case.genre, seed, case.lookups, case.shared_width]
+        key = json.dumps(facts, sort_keys=True, default=list)
         if key not in self._mappers:
             batches = self.batches(case, seed)
             config = FitConfig.from_dict(case.fit).replace(seed=seed)
@@ -169,7 +166,14 @@ class Pair:
         s = self.settings
         counts = [s.split, s.questions, s.documents, s.texts, s.resamples, s.quick]
         parts = [self.name, self._facts, counts, case.data, case.fit, case.policy, case.controls, seed]
-        parts += [case.texts, case.lookups, case.shared_width, case.group, case.name]
+        parts += [
+            case.texts,
+            *([case.genre] if case.genre else []),
+            case.lookups,
+            case.shared_width,
+            case.group,
+            case.name,
+        ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
@@ -200,6 +204,15 @@ class Pair:
         if case.group == "preset":
             entry["items"] = _items(report["items"], judge)
         return entry
+
+
+def _texts_of(genre: str, split: str, count: int, rng: random.Random) -> list[str]:
+    """So many texts of one genre."""
+    if str(FAMILY) not in sys.path:
+        sys.path.insert(0, str(FAMILY))
+    from corpus import document, text_of
+
+    return [text_of(document(rng, split, (160, 256, 384)[index % 3], genre=genre)) for index in range(count)]
 
 
 def _items(items: dict[str, Any], judge: Judge) -> dict[str, Any]:

@@ -17,7 +17,7 @@ CHOICES = ("question", "source_attention", "question+source_attention", "target_
 CHOICES += ("recency", "random")
 LOOKUPS, QUICK_LOOKUPS = 1200, 400  # texts with questions from which a scorer learns what to repair
 LENGTHS = (128, 256, 512, 1024, 1536)  # tokens of a prefix; the calibration texts have at most about 400
-DOMAINS = ("diary", "shuffled")
+DOMAINS = ("diary", "shuffled words")
 PRESETS = ("paper", "cachebridge", "kvlrelay", "fast", "default", "quality")
 ALL_TEXTS = 480
 DISTILLATION_FIELDS = {entry.name for entry in fields(DistillationConfig)}
@@ -42,6 +42,7 @@ class Case:
     controls: tuple[str, ...] = ()
     lookups: int = 0  # texts with questions from train worlds, for a training on lookups or a learned choice
     shared_width: int | None = None  # of a space that the two models share, instead of a fit of their own
+    genre: str | None = None  # of the calibration texts; None: all genres
     data: str = "main"  # what it is judged on, see `study_pair.Pair.judge`
     repeated: bool = False  # for every seed of the run; else for the first one
     late: bool = False  # after all others, as it takes minutes
@@ -137,7 +138,9 @@ def _curve_cases(fitted: Callable[..., dict[str, Any]], source_layers: int) -> l
             rows.append(Case("length", f"{name}, {length} tokens", fitted(name), data=f"prefix-{length}"))
         rows.append(Case("length", f"{name}, long questions", fitted(name), data="long"))
         for domain in DOMAINS:
-            rows.append(Case("domain", f"{name}, {domain}", fitted(name), data=domain))
+            rows.append(Case("domain", f"{name}, judged on {domain}", fitted(name), data=domain))
+        for genre in ("diary", "story"):
+            rows.append(Case("domain", f"{name}, fitted on {genre} alone", fitted(name), genre=genre))
     return rows
 
 
