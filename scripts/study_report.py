@@ -39,8 +39,8 @@ NOTES = {
     "lambda": "Fit time as in the table above.",
     "length": "The calibration texts have up to about 400 tokens. Texts joined to the given length, 32 tokens "
     "scored; `long questions` are about contexts of some 900 tokens, cost there as everywhere.",
-    "domain": "The calibration texts are of six genres, `diary` and `story` among them. `judged on shuffled words`: the "
-    "test texts with the words of the prefix in disorder.",
+    "domain": "The calibration texts are of six genres, `diary` and `story` among them. `judged on shuffled words`: "
+    "the test texts with the words of the prefix in disorder.",
     "methods": "At most two source layers, equal texts; trainings of 120 steps at a fixed rate. `, repair`: 15 % of "
     "the tokens, chosen by the question.",
 }
