@@ -123,7 +123,7 @@ class Pair:
 
     def mapper(self, case: Case, seed: int) -> tuple[KVBridgeMapper, float]:
         """The fitted mapper and the seconds that the fit took."""
-        facts = [case.fit, case.texts, case.genre, seed, case.lookups, case.shared_width]
+        facts = [case.fit, case.texts, case.genre, case.fleet, seed, case.lookups, case.shared_width]
         key = json.dumps(facts, sort_keys=True, default=list)
         if key not in self._mappers:
             batches = self.batches(case, seed)
@@ -135,7 +135,7 @@ class Pair:
 
     def _fit(self, case: Case, config: FitConfig, batches: list[torch.Tensor]) -> KVBridgeMapper:
         if case.shared_width is not None:
-            models = {"source": self.source, "target": self.target}
+            models = {"source": self.source, "target": self.target, **(self._others() if case.fleet else {})}
             natives = {"num_sinks": config.num_sinks, "num_native_suffix": config.num_native_suffix}
             space = fit_shared_space(models, batches, case.shared_width, tokenizer=self.tokenizer, **natives)
             mapper = space.mapper("source", "target")
@@ -146,6 +146,12 @@ class Pair:
             return self._fit_from_shared(config, batches, told)
         lookups = lookup_texts(self.tokenizer, case.lookups, config.seed) if case.lookups else None
         return fit_mapper(self.source, self.target, batches, config, lookups=lookups, **told)
+
+    def _others(self) -> dict[str, Any]:
+        """The family's models that are not of this pair."""
+        names = {part.removeprefix("tinytown-") for part in bundled.split_pair(self.name)}
+        folders = {folder.name.removeprefix("tinytown-"): folder for folder in self.settings.models.glob("tinytown-*")}
+        return {name: load_model(folder) for name, folder in sorted(folders.items()) if name not in names}
 
     def _fit_from_shared(self, config: FitConfig, batches: list[torch.Tensor], told: dict[str, Any]) -> KVBridgeMapper:
         pair, key = (self.source, self.target, batches), str([config.num_sinks, config.seed, len(batches)])

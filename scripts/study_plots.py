@@ -54,6 +54,11 @@ def _pareto(plt: Any, rows: list[Entry], pair: str) -> Any:
         curve = sorted(point(entry) for entry in rows if entry["group"] == group)
         if curve:
             axes.plot(*zip(*curve, strict=True), marker=".", color=colour, label=f"native fraction, {label}")
+    cheaper = sorted(point(entry) for entry in rows if entry["group"] == "cheaper")
+    if cheaper:
+        axes.scatter(
+            *zip(*cheaper, strict=True), marker="^", s=18, color="tab:green", label="the same, fewer source layers"
+        )
     for name, marker in (("random", "x"), ("recency", "+")):
         for entry in rows:
             if entry["group"] == "choice" and entry["name"] == name:

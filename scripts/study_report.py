@@ -20,6 +20,7 @@ TITLES = {
     "fraction": "Native fraction, tokens chosen by the question",
     "choice": "How the tokens to repair are chosen (a tenth of them)",
     "learned": "Native fraction, tokens chosen by a learned scorer",
+    "cheaper": "Native fraction, learned scorer, maps of fewer source layers",
     "layers": "Lowest layers native, maps above",
     "suffix": "Native suffix",
     "sinks": "Native sinks",

@@ -24,7 +24,7 @@ DISTILLATION_FIELDS = {entry.name for entry in fields(DistillationConfig)}
 # What a worker does in one go, the most important first.
 CHUNKS = (
     ("preset",),
-    ("fraction", "choice", "learned", "layers", "suffix"),
+    ("fraction", "choice", "learned", "cheaper", "layers", "suffix"),
     ("sinks", "k", "lambda", "calibration", "variant", "length", "domain"),
     ("methods",),
 )
@@ -42,6 +42,7 @@ class Case:
     controls: tuple[str, ...] = ()
     lookups: int = 0  # texts with questions from train worlds, for a training on lookups or a learned choice
     shared_width: int | None = None  # of a space that the two models share, instead of a fit of their own
+    fleet: bool = False  # the space is shared by the whole family
     genre: str | None = None  # of the calibration texts; None: all genres
     data: str = "main"  # what it is judged on, see `study_pair.Pair.judge`
     repeated: bool = False  # for every seed of the run; else for the first one
@@ -77,11 +78,20 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
     learned = fitted("default", repair="learned")
     for fraction in LEARNED_FRACTIONS:
         rows.append(Case("learned", f"{fraction:g}", learned, {"native_fraction": fraction}, lookups=lookups))
+    for k in range(1, min(2, source_layers - 1) + 1):
+        cheaper = fitted("default", repair="learned", top_k=k)
+        for fraction in LEARNED_FRACTIONS[1:3]:
+            name = f"{fraction:g}, k={k}"
+            rows.append(Case("cheaper", name, cheaper, {"native_fraction": fraction}, lookups=lookups))
     for layers in range(1, target_layers):
         rows.append(Case("layers", f"lowest {layers} native", base, {"native_layers": layers, "native_fraction": 0.0}))
     for suffix in (1, 4, 8, 16, 32):
         rows.append(Case("suffix", str(suffix), base, {"num_native_suffix": suffix, "native_fraction": 0.0}))
     rows += _method_cases(fitted, quick)
+    if target_layers <= 2 and not quick:
+        # A network of the published size takes a quarter of an hour for this few layers.
+        fit = fitted(top_k=min(2, source_layers), method="mlp", mlp_hidden=(1024, 1024), mlp_epochs=20)
+        rows.append(Case("methods", "MLP residual, 2 x 1,024, 20 epochs", fit, {"native_fraction": 0.0}, late=True))
     return rows if quick else rows + _curve_cases(fitted, source_layers)
 
 
@@ -185,6 +195,8 @@ def _method_cases(fitted: Callable[..., dict[str, Any]], quick: bool) -> list[Ca
         "MLP residual, 256": (fitted(**two, method="mlp", mlp_hidden=(256,), mlp_epochs=5), {}),
         "MLP plain, 256": (fitted(**two, method="mlp", mlp_hidden=(256,), mlp_epochs=5, mlp_residual=False), {}),
         "shared space, width 128": (fitted(**two), {"shared_width": 128}),
+        "shared space of five models, width 128": (fitted(**two), {"shared_width": 128, "fleet": True}),
+        "shared space of five models, width 256": (fitted(**two), {"shared_width": 256, "fleet": True}),
     }
     policies = {"": {"native_fraction": 0.0}, ", repair": {"native_fraction": 0.15, "repair": "question"}}
     return [
