@@ -175,6 +175,7 @@ class Pair:
         parts += [
             case.texts,
             *([case.genre] if case.genre else []),
+            *(["fleet"] if case.fleet else []),
             case.lookups,
             case.shared_width,
             case.group,
