@@ -40,7 +40,8 @@ class KVBridgeConfig(PreTrainedConfig):
             First tokens of a sequence that were kept out of the fit and that the target should read itself.
         num_native_suffix (`int`, defaults to 1):
             Last tokens of a prompt that the fit recommends to leave to the target.
-        native_fraction (`float`, defaults to 0.0), repair (`str`), native_layers (`int`, defaults to 0):
+        native_fraction (`float`, defaults to 0.0), repair (`str`), native_layers (`int`, defaults to 0), repair_layers
+        (`int`, *optional*):
             What a handoff with this mapper should recompute natively, and how it chooses; see [`HandoffPolicy`].
         repair_scorer (`dict`):
             Layers, heads and rank of the scorer behind `repair="learned"`, and how it was fitted; empty without one.
@@ -75,6 +76,7 @@ class KVBridgeConfig(PreTrainedConfig):
     native_fraction: float = 0.0
     repair: str = "question"
     native_layers: int = 0
+    repair_layers: int | None = None
     repair_scorer: dict[str, Any] = field(default_factory=dict)
     boundary_tokens: list[int] = field(default_factory=list)
     max_calibrated_positions: int | None = None
@@ -117,6 +119,8 @@ class KVBridgeConfig(PreTrainedConfig):
         for name in ("num_sinks", "num_native_suffix", "native_layers"):
             if not _is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ArtifactError(f"{name} must be a non-negative integer, got {getattr(self, name)!r}.")
+        if self.repair_layers is not None and (not _is_int(self.repair_layers) or self.repair_layers < 1):
+            raise ArtifactError(f"repair_layers must be a positive integer or null, got {self.repair_layers!r}.")
         if not isinstance(self.native_fraction, (int, float)) or not 0 <= self.native_fraction <= 1:
             raise ArtifactError(f"native_fraction must lie between 0 and 1, got {self.native_fraction!r}.")
         self._check_selected_layers()

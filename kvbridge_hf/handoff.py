@@ -37,6 +37,8 @@ class HandoffPolicy:
         question_tokens: last tokens of a prompt that count as its question for that choice, at least; where the cache
             covers less of the prompt, all that it does not cover. Count the closing words of a chat template in.
         native_layers: lowest layers that the target computes itself for all tokens; None takes the mapper's number.
+        repair_layers: lowest layers in which the chosen tokens are recomputed; above them they stay mapped, and the
+            price falls with them. None takes the mapper's number; as many as the target has, or more, means all.
         gates: what is checked, see [`Gates`].
         on_rejection: what a gate's no leads to. `"prefill"`: the target reads the prompt itself, as with `on_failure`
             (where there are no tokens to read, the exception is raised). `"error"` raises [`HandoffRejected`].
@@ -51,6 +53,7 @@ class HandoffPolicy:
     repair: str | None = None
     question_tokens: int = 8
     native_layers: int | None = None
+    repair_layers: int | None = None
     gates: Gates = field(default_factory=Gates)
     on_rejection: str = "prefill"
     shadow: Shadow | None = None
@@ -72,6 +75,10 @@ class HandoffPolicy:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise GenerateArgumentError(f"{name} must be a non-negative integer or None, got {value!r}.")
+        if self.repair_layers is not None and (not isinstance(self.repair_layers, int) or self.repair_layers < 1):
+            raise GenerateArgumentError(
+                f"repair_layers must be a positive integer or None, got {self.repair_layers!r}."
+            )
 
     def wanted(self, name: str, config: Any) -> Any:
         """The policy's own `num_sinks`, `repair`, ... or, where that is None, what a mapper's config recommends."""
@@ -109,6 +116,7 @@ class HandoffReport:
         tokens_native: all other prompt tokens: first ones (`num_sinks`), those the source has not read, the suffix.
         tokens_repaired: those of them that were mapped first and then recomputed (`native_fraction`).
         native_layers: lowest layers that the target computed itself for all tokens.
+        repair_layers: lowest layers in which tokens were recomputed; None where in all, or none were.
         times: seconds of each part, by the host's clock: `source_prefill`, `native_prefix`, `map` (grows as layers are
             mapped), `native_layers`, `repair_choice`, `repair`, `own_prefill` (fallback of [`KVBridge.handoff`]). On
             an accelerator work may still be queued when a part ends; measure latency around the whole call.
@@ -123,6 +131,7 @@ class HandoffReport:
     tokens_native: int = 0
     tokens_repaired: int = 0
     native_layers: int = 0
+    repair_layers: int | None = None
     times: dict[str, float] = field(default_factory=dict)
     gates: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -78,10 +78,19 @@ def apply_native_parts(
             eligible = handed.valid & (handed.position_ids >= handed.num_sinks)
             chosen = choose(scores.to(eligible.device), eligible, fraction)
         with report.timed("repair"):
-            drift = RepairDrift(cache, chosen)
-            repaired = repair(target_model, cache, handed.input_ids, handed.mask, chosen, before=handed.target_cache)
+            depth = policy.wanted("repair_layers", config)
+            drift = RepairDrift(cache, chosen, depth)
+            repaired = repair(
+                target_model,
+                cache,
+                handed.input_ids,
+                handed.mask,
+                chosen,
+                before=handed.target_cache,
+                num_layers=depth,
+            )
             cache.drift = drift.measure(cache)
-        report.tokens_repaired = repaired
+        report.tokens_repaired, report.repair_layers = repaired, depth
         report.tokens_mapped -= repaired
         report.tokens_native += repaired
         cache.repaired = chosen

@@ -17,14 +17,14 @@ from .errors import GenerateArgumentError
 from .rotary import positions_from_mask
 
 
-class _Reached(Exception):
+class Reached(Exception):
     """Unwinds the forward when the last wanted layer has its keys and values."""
 
 
 class _StoppingLayer(DynamicLayer):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         super().update(*args, **kwargs)
-        raise _Reached
+        raise Reached
 
 
 @torch.no_grad()
@@ -58,9 +58,9 @@ def read_native_layers(
             use_cache=True,
             **cache_kwargs(cache),
         )
-    except _Reached:
+    except Reached:
         pass
     return [(layer.keys, layer.values) for layer in layers]
 
 
-__all__ = ["read_native_layers"]
+__all__ = ["Reached", "read_native_layers"]

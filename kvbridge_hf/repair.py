@@ -11,6 +11,7 @@ model. Which tokens to choose stands in `repair_choice.py`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from .cache_argument import cache_kwargs
 from .config_facts import text_config
 from .errors import CacheMismatchError, UnsupportedModelError
+from .native_layers import Reached
 from .rotary import positions_from_mask
 
 # Implementations that take an additive mask for each query. Flash attention knows a causal mask and padding only.
@@ -33,12 +35,17 @@ class _OverwritingLayer(DynamicLayer):
     """
 
     def __init__(
-        self, layer: Any, places: tuple[torch.Tensor, torch.Tensor, torch.Tensor], before: Any, num_before: int
+        self,
+        layer: Any,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        before: Any,
+        num_before: int,
+        is_last: bool,
     ):
         super().__init__()
         self.layer, self.places = layer, places
         self.before, self.num_before = before, num_before
-        self.is_initialized = True
+        self.is_last, self.is_initialized = is_last, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -46,6 +53,8 @@ class _OverwritingLayer(DynamicLayer):
         keys = self._overwrite(self.layer.keys, key_states)
         values = self._overwrite(self.layer.values, value_states)
         self.layer.keys, self.layer.values = keys, values
+        if self.is_last:
+            raise Reached
         return self._shown("keys", keys).to(key_states), self._shown("values", values).to(value_states)
 
     def get_seq_length(self) -> int:
@@ -64,14 +73,22 @@ class _OverwritingLayer(DynamicLayer):
 
 
 class _OverwritingCache(Cache):
+    """The layers of a cache so; the forward is left at the last one of `num_layers`, where that is not the topmost."""
+
     def __init__(
-        self, cache: Any, places: tuple[torch.Tensor, torch.Tensor, torch.Tensor], before: Any, num_before: int
+        self,
+        cache: Any,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        before: Any,
+        num_before: int,
+        num_layers: int,
     ):
         in_front = [None] * len(cache.layers) if before is None else before.layers
+        last = num_layers - 1 if num_layers < len(cache.layers) else -1
         super().__init__(
             layers=[
-                _OverwritingLayer(layer, places, front, num_before)
-                for layer, front in zip(cache.layers, in_front, strict=True)
+                _OverwritingLayer(layer, places, front, num_before, index == last)
+                for index, (layer, front) in enumerate(zip(cache.layers, in_front, strict=True))
             ]
         )
 
@@ -84,6 +101,7 @@ def recompute(
     chosen: torch.Tensor,
     *,
     before: Cache | None = None,
+    num_layers: int | None = None,
 ) -> int:
     """Recompute the chosen tokens of a cache in place; gradients pass.
 
@@ -94,6 +112,7 @@ def recompute(
         attention_mask: of the same shape; zero at padding. None where there is none.
         chosen: `(batch, columns)`, bool; padding is never chosen.
         before: a cache of the columns in front, which is read and not changed.
+        num_layers: only so many of the lowest layers are recomputed, and the others stay as they are; all by default.
 
     Returns:
         The number of tokens recomputed, all rows together.
@@ -122,17 +141,19 @@ def recompute(
     seen = valid[:, None, :] & ((place <= start + order[:, :, None]) | ~kept[:, :, None])
     dtype = target_model.dtype
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-    kwargs: dict[str, Any] = cache_kwargs(_OverwritingCache(cache, places, before, start))
+    layers = len(cache.layers) if num_layers is None else num_layers
+    kwargs: dict[str, Any] = cache_kwargs(_OverwritingCache(cache, places, before, start, layers))
     if getattr(target_model, "_supports_logits_to_keep", lambda: False)():
         kwargs["logits_to_keep"] = 1
-    target_model(
-        input_ids=input_ids.to(device).gather(1, start + order),
-        attention_mask=mask[:, None],
-        position_ids=positions_from_mask(valid.long()).gather(1, start + order),
-        use_cache=True,
-        return_dict=True,
-        **kwargs,
-    )
+    with suppress(Reached):
+        target_model(
+            input_ids=input_ids.to(device).gather(1, start + order),
+            attention_mask=mask[:, None],
+            position_ids=positions_from_mask(valid.long()).gather(1, start + order),
+            use_cache=True,
+            return_dict=True,
+            **kwargs,
+        )
     return int(chosen.sum())
 
 

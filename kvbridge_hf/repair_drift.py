@@ -17,12 +17,14 @@ class RepairDrift:
     Args:
         cache: the handed-over cache, mapped.
         chosen: `(batch, columns)`, bool, the tokens that will be recomputed.
+        num_layers: lowest layers in which they will be; None: all.
     """
 
-    def __init__(self, cache: Any, chosen: torch.Tensor):
+    def __init__(self, cache: Any, chosen: torch.Tensor, num_layers: int | None = None):
+        self._num_layers = num_layers
         self._batch = chosen.shape[0]
         self._rows, self._columns = (index.cpu() for index in chosen.nonzero(as_tuple=True))
-        self._before = [self._values(layer) for layer in cache.layers]
+        self._before = [self._values(layer) for layer in cache.layers[:num_layers]]
 
     def _values(self, layer: Any) -> torch.Tensor:
         states = layer.values
@@ -30,14 +32,14 @@ class RepairDrift:
         return states.transpose(1, 2)[rows, columns].float()  # (tokens, heads, head_dim)
 
     def measure(self, cache: Any) -> torch.Tensor:
-        """`|recomputed - mapped| / |recomputed|` of the values of each row's tokens, the mean over the layers.
+        """`|recomputed - mapped| / |recomputed|` of the values of each row's tokens, the mean over these layers.
 
         Returns:
             `(batch,)`, float32 on the CPU; NaN where a row has no recomputed tokens. Layer by layer the squares are
             summed over the row's tokens, heads and channels.
         """
         ratios = []
-        for before, layer in zip(self._before, cache.layers, strict=True):
+        for before, layer in zip(self._before, cache.layers[: self._num_layers], strict=True):
             after = self._values(layer)
             sums = []
             for states in (after - before, after):

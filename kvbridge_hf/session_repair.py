@@ -56,7 +56,7 @@ def repair_history(
     boundaries = torch.tensor(config.boundary_tokens, dtype=torch.long)
     count = max(num_suffix, policy.question_tokens)
     chosen = choose(scores_by_question(ids, mask, slice(held), count, boundaries), mapped, fraction)
-    return repair(target, cache, ids, mask, chosen)
+    return repair(target, cache, ids, mask, chosen, num_layers=policy.wanted("repair_layers", config))
 
 
 __all__ = ["repair_history"]

@@ -171,7 +171,7 @@ class Pair:
         """Digest of all that a result depends on but the code."""
         s = self.settings
         counts = [s.split, s.questions, s.documents, s.texts, s.resamples, s.quick]
-        parts = [self.name, self._facts, counts, case.data, case.fit, case.policy, case.controls, seed]
+        parts = [self.name, self._facts, counts, case.data, changed(case.fit), case.policy, case.controls, seed]
         parts += [
             case.texts,
             *([case.genre] if case.genre else []),
@@ -198,7 +198,7 @@ class Pair:
             "name": case.name,
             "seed": seed,
             "split": self.settings.split,
-            "settings": {k: v for k, v in case.fit.items() if v != getattr(FitConfig(), k)},
+            "settings": changed(case.fit),
             "policy": case.policy,
             "calibration_tokens": mapper.config.fit.get("tokens"),
             "distillation": {k: v for k, v in distillation.items() if k in ("start_kl", "kl", "objective")},
@@ -211,6 +211,12 @@ class Pair:
         if case.group == "preset":
             entry["items"] = _items(report["items"], judge)
         return entry
+
+
+def changed(fit: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a fit that are not the defaults."""
+    plain = FitConfig().to_dict()
+    return {name: value for name, value in fit.items() if value != plain[name]}
 
 
 def _texts_of(genre: str, split: str, count: int, rng: random.Random) -> list[str]:

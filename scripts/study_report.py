@@ -20,7 +20,8 @@ TITLES = {
     "fraction": "Native fraction, tokens chosen by the question",
     "choice": "How the tokens to repair are chosen (a tenth of them)",
     "learned": "Native fraction, tokens chosen by a learned scorer",
-    "cheaper": "Native fraction, learned scorer, maps of fewer source layers",
+    "depth": "Lowest layers in which 15 % of the tokens, chosen by the question, are recomputed",
+    "cheaper": "Native fraction, learned scorer, repair in the lowest layers alone, maps of fewer source layers",
     "layers": "Lowest layers native, maps above",
     "suffix": "Native suffix",
     "sinks": "Native sinks",
@@ -45,7 +46,7 @@ NOTES = {
     "methods": "At most two source layers, equal texts; trainings of 120 steps at a fixed rate. `, repair`: 15 % of "
     "the tokens, chosen by the question.",
 }
-NUMBERED = ("fraction", "learned", "suffix", "sinks", "calibration")
+NUMBERED = ("fraction", "depth", "learned", "suffix", "sinks", "calibration")
 Entry = dict[str, Any]
 
 

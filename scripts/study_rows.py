@@ -24,7 +24,7 @@ DISTILLATION_FIELDS = {entry.name for entry in fields(DistillationConfig)}
 # What a worker does in one go, the most important first.
 CHUNKS = (
     ("preset",),
-    ("fraction", "choice", "learned", "cheaper", "layers", "suffix"),
+    ("fraction", "choice", "learned", "cheaper", "depth", "layers", "suffix"),
     ("sinks", "k", "lambda", "calibration", "variant", "length", "domain"),
     ("methods",),
 )
@@ -67,7 +67,7 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
         return FitConfig.from_dict({**preset(name, source_layers, quick), **changes}).to_dict()
 
     lookups = QUICK_LOOKUPS if quick else LOOKUPS
-    rows = _preset_cases(fitted, lookups)
+    rows = _preset_cases(fitted, lookups, trainings=not quick and source_layers <= 3)
     base = fitted("default", native_fraction=0.0)
     rows.append(Case("fraction", "0", base, {"native_fraction": 0.0}, controls=("native_only",)))
     for fraction in QUICK_FRACTIONS if quick else FRACTIONS:
@@ -79,10 +79,13 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
     for fraction in LEARNED_FRACTIONS:
         rows.append(Case("learned", f"{fraction:g}", learned, {"native_fraction": fraction}, lookups=lookups))
     for k in range(1, min(2, source_layers - 1) + 1):
-        cheaper = fitted("default", repair="learned", top_k=k)
-        for fraction in LEARNED_FRACTIONS[1:3]:
+        cheaper = fitted("default", repair="learned", top_k=k, repair_layers="auto")
+        for fraction in LEARNED_FRACTIONS[1:]:
             name = f"{fraction:g}, k={k}"
             rows.append(Case("cheaper", name, cheaper, {"native_fraction": fraction}, lookups=lookups))
+    for layers in range(1, target_layers + 1):
+        policy = {"native_fraction": 0.15, "repair": "question", "repair_layers": layers}
+        rows.append(Case("depth", str(layers), base, policy))
     for layers in range(1, target_layers):
         rows.append(Case("layers", f"lowest {layers} native", base, {"native_layers": layers, "native_fraction": 0.0}))
     for suffix in (1, 4, 8, 16, 32):
@@ -95,26 +98,24 @@ def cases(source_layers: int, target_layers: int, quick: bool) -> list[Case]:
     return rows if quick else rows + _curve_cases(fitted, source_layers)
 
 
-def _preset_cases(fitted: Callable[..., dict[str, Any]], lookups: int) -> list[Case]:
-    """The published systems and ours, with every control."""
+def _preset_cases(fitted: Callable[..., dict[str, Any]], lookups: int, trainings: bool) -> list[Case]:
+    """The published systems and ours, with every control; and what training does, where that is asked for."""
     main = ("unmapped", "mismatched", "native_only")
     rows = []
     for name in PRESETS:
         fit, late = fitted(name), name == "quality"
         texts = lookups if fit["repair"] == "learned" else 0
         rows.append(Case("preset", name, fit, controls=main, lookups=texts, repeated=not late, late=late))
-    quality = fitted("quality")
-    asking = {**quality["distillation"], "lookup_fraction": 0.75}
-    variants: dict[str, dict[str, Any]] = {
-        "quality, closed form": {"distillation": None},
-        "quality, trained on lookups": {"distillation": asking},
-        # The token embedding beside the source's features, and fewer tokens repaired for the price of that.
-        "quality, anchored": {"method": "anchored", "anchors": ["embedding"], "weighting": "uniform"}
-        | {"native_fraction": 0.07},
-    }
-    for name, changes in variants.items():
-        fit = fitted("quality", **changes)
-        rows.append(Case("preset", name, fit, controls=main, lookups=lookups, late=True))
+    if trainings:
+        tenth = {"native_fraction": 0.1, "repair_layers": None}
+        asking = {**fitted("quality")["distillation"], "lookup_fraction": 0.75}
+        variants: dict[str, dict[str, Any]] = {
+            "quality, a tenth in all layers": tenth,
+            "the same, closed form": {**tenth, "distillation": None},
+            "the same, trained on lookups": {**tenth, "distillation": asking},
+        }
+        for name, changes in variants.items():
+            rows.append(Case("preset", name, fitted("quality", **changes), controls=main, lookups=lookups, late=True))
     return rows
 
 

@@ -81,6 +81,12 @@ RECOMPUTED = {
     "no sentences known": {"native_fraction": 0.3},
     "lowest layers": {"native_layers": 2},
     "both": {"native_layers": 1, "native_fraction": 0.15, "boundary_tokens": list(range(10, 30))},
+    "sentences in the lowest layers": {
+        "native_fraction": 0.3,
+        "boundary_tokens": list(range(10, 30)),
+        "repair_layers": 2,
+    },
+    "as many layers as there are": {"native_fraction": 0.3, "repair_layers": 4},
     "everything": {"native_fraction": 1.0},
 }
 

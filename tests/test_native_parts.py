@@ -65,6 +65,7 @@ def test_costs_of_native_parts_by_hand():
     # Tokens at positions 3 and 7 look at 4 and 8 tokens, in each of 2 layers.
     assert cost.flops_at([3, 7]) == 2 * (2 * layer + pair_cost * 12)
     assert cost.flops_at(range(10)) == cost.flops(10)
+    assert cost.flops_at([3, 7], 1) == 2 * qkv and cost.flops_at([3, 7], 2) == cost.flops_at([3, 7])
     assert cost.flops_of_lowest_layers(10, 0) == 0
     assert cost.flops_of_lowest_layers(10, 1) == 10 * qkv
     assert cost.flops_of_lowest_layers(10, 2) == 10 * (layer + qkv) + pair_cost * 55

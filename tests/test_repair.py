@@ -23,6 +23,7 @@ from kvbridge_hf.repair_choice import (
     segments_of,
     surprise_scores,
 )
+from kvbridge_hf.repair_drift import RepairDrift
 from kvbridge_hf.segment_boundaries import boundary_tokens
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -87,6 +88,43 @@ def test_chosen_tokens_see_mapped_and_repaired_ones(implementation):
         for layer, other in zip(cache.layers, expected.layers, strict=True):
             torch.testing.assert_close(layer.keys[row], other.keys[0], **CLOSE)
             torch.testing.assert_close(layer.values[row], other.values[0], **CLOSE)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 9])
+def test_in_the_lowest_layers_alone_it_is_the_same_there_and_the_others_stay_mapped(depth):
+    source, target, mapper = pair("qwen3", "llama")
+    ids, mask = batch([15, 7, 11], side="left")
+    caches = {}
+    for layers in (None, depth):
+        policy = HandoffPolicy(native_fraction=0.4, repair="question", repair_layers=layers)
+        caches[layers] = KVBridge(source, mapper, policy).handoff(ids, mask, target_model=target)
+    mapped = KVBridge(source, mapper, HandoffPolicy(native_fraction=0.0)).handoff(ids, mask, target_model=target)
+    assert caches[depth].report.repair_layers == depth and caches[depth].report.tokens_repaired > 0
+    repaired = caches[depth].repaired
+    for index, layer in enumerate(caches[depth].layers):
+        expected = caches[None] if index < depth else mapped
+        torch.testing.assert_close(layer.keys, expected.layers[index].keys, **CLOSE)
+        torch.testing.assert_close(layer.values, expected.layers[index].values, **CLOSE)
+        moved = (layer.values - mapped.layers[index].values).transpose(1, 2)[repaired].abs().amax((-1, -2))
+        assert bool((moved > 1e-3).all()) == (index < depth)
+    # What stands in the layers that were not recomputed does not thin out how far the others have moved.
+    drifts = [RepairDrift(mapped, repaired, n) for n in (1, None)]
+    first, whole = (drift.measure(caches[1 if depth == 1 else None]) for drift in drifts)
+    if depth == 1:
+        torch.testing.assert_close(first, whole * len(mapped.layers))
+
+
+def test_the_lowest_layers_of_all_tokens_are_the_targets_own():
+    source, target, mapper = pair("qwen3", "llama")
+    ids, mask = batch([15, 7, 11], side="left")
+    policy = HandoffPolicy(num_sinks=0, native_fraction=1.0, repair_layers=2)
+    cache = KVBridge(source, mapper, policy).handoff(ids, mask, target_model=target)
+    own = own_cache(target, ids[:, :14], mask[:, :14])
+    for index in (0, 1):
+        for kind in ("keys", "values"):
+            mine, theirs = (getattr(c.layers[index], kind).transpose(1, 2)[mask[:, :14].bool()] for c in (cache, own))
+            torch.testing.assert_close(mine, theirs, **CLOSE)
 
 
 def test_repairs_after_columns_that_stand_in_another_cache():
@@ -261,7 +299,7 @@ def test_refusals():
     flash.config._attn_implementation = "flash_attention_2"
     report = bridge.handoff(ids, mask, target_model=flash).report
     assert report.tokens_repaired == 0 and "flash_attention_2" in report.notes[0]
-    for wrong in ({"native_fraction": 1.5}, {"repair": "magic"}, {"native_layers": -1}):
+    for wrong in ({"native_fraction": 1.5}, {"repair": "magic"}, {"native_layers": -1}, {"repair_layers": 0}):
         with pytest.raises(GenerateArgumentError):
             HandoffPolicy(**wrong)
     bridge = KVBridge(source, mapper, HandoffPolicy(num_sinks=0, native_fraction=0.5))

@@ -119,17 +119,35 @@ def fit_and_distill(context: FitContext, output_dir: Any = None) -> KVBridgeMapp
             output_dir=output_dir,
             progress=data.progress,
         )
-    return fit_choice(mapper, config, data)
+    return fit_repair(mapper, config, data)
 
 
-def fit_choice(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
-    """Fit what chooses the tokens to repair, where the settings ask for it and there are lookups to learn from.
+def fit_repair(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
+    """Measure in how many layers to repair, and fit what chooses the tokens, where the settings ask for it.
 
     Args:
         mapper: Changed in place.
         config: Settings.
-        data: The pair and the lookups.
+        data: The pair, its data and the lookups; without lookups no choice is learned, which is said.
     """
+    if config.repair_layers == "auto":
+        from .repair_depth import choose_repair_layers
+
+        assert data is not None
+        number, measured = choose_repair_layers(
+            mapper,
+            data.source_model,
+            data.target_model,
+            data.token_batches,
+            heldout_fraction=config.heldout_fraction,
+            seed=config.seed,
+        )
+        mapper.config.repair_layers = number
+        mapper.config.fit["repair_layers_kl"] = measured
+    return _fit_choice(mapper, config, data)
+
+
+def _fit_choice(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
     if not learns_choice(config):
         return mapper
     if data is None or data.lookups is None:
@@ -158,6 +176,8 @@ def _reads_again(config: FitConfig) -> list[str]:
         reasons.append(f"method={config.method!r}")
     if config.distillation is not None:
         reasons.append("distillation")
+    if config.repair_layers == "auto":
+        reasons.append("repair_layers='auto'")
     return reasons
 
 
@@ -399,8 +419,8 @@ __all__ = [
     "collect_sensitivity",
     "collect_statistics",
     "fit_and_distill",
-    "fit_choice",
     "fit_from_statistics",
     "fit_mapper",
+    "fit_repair",
     "statistics_device",
 ]

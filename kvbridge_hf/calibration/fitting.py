@@ -21,7 +21,7 @@ from ..mappers.base import FitContext, FitData
 from ..mappers.config import FitConfig
 from ..modeling_kvbridge import KVBridgeMapper
 from .accumulate import Contents, ModelFacts, SensitivityAccumulator, StatisticsAccumulator, new_statistics
-from .driver import check_enough, fit_and_distill, fit_choice, statistics_device
+from .driver import check_enough, fit_and_distill, fit_repair, statistics_device
 from .memory_plan import MemoryPlan
 from .metrics import MetricsAccumulator, OutputMetrics
 from .parts import assemble, fit_part, has_part, is_divisible, of_target_layers, part_folder, save_part
@@ -92,15 +92,15 @@ class Fitting:
         mapper = assemble(folders, self.facts.geometry) if self.processes.is_main else None
         self.passes.progress.note("assembly", started)
         if self.pair is not None:
-            self.processes.on_main(partial(self._learn_choice, mapper))
+            self.processes.on_main(partial(self._fit_repair, mapper))
         return mapper
 
-    def _learn_choice(self, mapper: KVBridgeMapper | None) -> None:
+    def _fit_repair(self, mapper: KVBridgeMapper | None) -> None:
         """What both models do in the main process with the whole mapper in front of them; the others wait."""
         assert mapper is not None
         started = time.monotonic()
-        fit_choice(mapper, self.config, self.pair)
-        self.passes.progress.note("learned choice", started)
+        fit_repair(mapper, self.config, self.pair)
+        self.passes.progress.note("repair", started)
 
     # ---- what is fitted from ----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ def check_divisible(job: CalibrationJob, config: FitConfig, processes: Processes
             f"{processes.count} processes. Start one process, or leave --device-map out."
         )
     _check_lookups(job, config)
+    _check_repair_layers(job, config)
     if needs_data(config) and (processes.count > 1 or job.plan in ("b", "c")):
         what = "distillation" if config.distillation is not None else f"method={config.method!r}"
         raise FitConfigError(
@@ -38,6 +39,14 @@ def check_divisible(job: CalibrationJob, config: FitConfig, processes: Processes
     if not is_divisible(config) and (job.plan == "b" or (job.target_blocks or 1) > 1):
         what = f"method={config.method!r}" if config.method != "ridge" else "layer_budget"
         raise FitConfigError(f"{what} needs all target layers at once: use --plan a, or --plan c with one block.")
+
+
+def _check_repair_layers(job: CalibrationJob, config: FitConfig) -> None:
+    if config.repair_layers == "auto" and job.plan == "c":
+        raise FitConfigError(
+            "repair_layers='auto' runs both models, and plan c never has both in memory: use --plan a or b, or say "
+            "--set repair_layers=NUMBER."
+        )
 
 
 def _check_lookups(job: CalibrationJob, config: FitConfig) -> None:

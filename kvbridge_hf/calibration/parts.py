@@ -43,7 +43,7 @@ def needs_pair(config: FitConfig, lookups: bool = False) -> bool:
         config: Its settings.
         lookups: Whether there are lookups, which both models read where the settings learn from them.
     """
-    return needs_data(config) or (lookups and learns_choice(config))
+    return needs_data(config) or config.repair_layers == "auto" or (lookups and learns_choice(config))
 
 
 def is_divisible(config: FitConfig) -> bool:

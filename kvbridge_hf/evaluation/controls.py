@@ -123,6 +123,12 @@ class BridgeHandoff:
         return int(self._wanted("native_layers"))
 
     @property
+    def repair_layers(self) -> int | None:
+        """The policy's number of lowest layers that are recomputed, or else the mapper's; None: all."""
+        found = self._wanted("repair_layers")
+        return None if found is None else int(found)
+
+    @property
     def reads_question(self) -> bool:
         """Whether what the handoff recomputes depends on the question, so that each question needs one of its own."""
         return self._wanted("native_fraction") > 0

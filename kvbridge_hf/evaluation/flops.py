@@ -73,10 +73,18 @@ class PrefillCost:
         pairs = num_tokens * num_before + num_tokens * (num_tokens + 1) / 2
         return self.linear_per_token * num_tokens + self.attention_per_pair * pairs
 
-    def flops_at(self, positions: Iterable[int]) -> float:
-        """Operations for tokens at these positions, each of which looks at all tokens up to itself."""
+    def flops_at(self, positions: Iterable[int], num_layers: int | None = None) -> float:
+        """Operations for tokens at these positions, each of which looks at all tokens up to itself.
+
+        Args:
+            positions: of the tokens.
+            num_layers: lowest layers whose keys and values are wanted; the last of them does not run whole. None: all.
+        """
         places = list(positions)
-        return self.linear_per_token * len(places) + self.attention_per_pair * (sum(places) + len(places))
+        whole = self.linear_per_token * len(places) + self.attention_per_pair * (sum(places) + len(places))
+        if num_layers is None or num_layers >= self.num_layers:
+            return whole
+        return whole * (num_layers - 1) / self.num_layers + self.qkv_per_layer * len(places)
 
     def flops_of_lowest_layers(self, num_tokens: int, num_layers: int) -> float:
         """Operations until the lowest layers' keys and values are there: all but the last of them runs whole."""

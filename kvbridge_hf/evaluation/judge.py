@@ -387,7 +387,7 @@ class Judge:
                 else:
                     parts = flops(length, num_suffix=num_suffix, **known)
                     places = positions[row, : repaired.shape[1]][repaired[row]]
-                    again = self._target_cost.flops_at(places.tolist())
+                    again = self._target_cost.flops_at(places.tolist(), getattr(handoff, "repair_layers", None))
                     choice = handoff.choice_flops(length, questions[row])  # type: ignore[attr-defined]
                 cost |= {"map": parts["map"], "native": parts["native"], "repair": again, "choice": choice}
                 cost["total"] = sum(cost[part] for part in ("map", "native", "repair", "choice"))

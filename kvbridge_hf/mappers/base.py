@@ -122,6 +122,8 @@ class FitMethod(ABC):
             native_fraction=config.native_fraction,
             repair=without_learned(config.repair),  # until its scorer has been fitted
             native_layers=config.native_layers,
+            # "auto" is measured later.
+            repair_layers=config.repair_layers if isinstance(config.repair_layers, int) else None,
             boundary_tokens=info.get("boundary_tokens", []),
             max_calibrated_positions=info.get("max_positions"),
             fit=provenance,

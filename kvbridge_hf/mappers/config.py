@@ -31,13 +31,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # A second pass for the sensitivity weights; 15 % of the tokens, chosen by the question, recomputed natively, as no
     # fit keeps what a lookup needs (docs/methods.md).
     "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.15},
-    # And training on the target's predictions; given lookups, fewer tokens are recomputed, better chosen.
+    # And training on the target's predictions; the tokens that are recomputed are so in the
+    # lowest layers alone, where that is enough, and, given lookups, better chosen.
     "quality": {
         "top_k": None,
         "selection": "greedy",
         "weighting": "sensitivity",
-        "native_fraction": 0.1,
+        "native_fraction": 0.15,
         "repair": "learned",
+        "repair_layers": "auto",
         "distillation": DistillationConfig(steps=400),
     },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
@@ -104,6 +106,9 @@ class FitConfig:
         native_fraction (`float`), repair (`str`), native_layers (`int`): What a handoff should recompute natively on
             top of the map, see [`HandoffPolicy`]; stored as the mapper's recommendation, do not change the fit.
             `repair="learned"` fits a scorer afterwards and needs lookups (without them: by the question).
+        repair_layers (`int` or `"auto"`, *optional*): In how many of the lowest layers a handoff recomputes the tokens
+            that it repairs; None: in all. `"auto"` measures on held-out sequences how many there have to be (see
+            [`~calibration.repair_depth.choose_repair_layers`]) and needs both models.
         token_stride (`int`): Use every so-manieth position after the sinks.
         heldout_fraction (`float`): Share of the sequences kept out of the fit, chosen by a hash of their tokens.
         head_assignment (`str`): Which source heads a target head is matched with. `"identity"`: by number
@@ -163,6 +168,7 @@ class FitConfig:
     native_fraction: float = 0.0
     repair: str = "question"
     native_layers: int = 0
+    repair_layers: int | str | None = None
     token_stride: int = 1
     heldout_fraction: float = 0.1
     head_assignment: str = "identity"
@@ -235,6 +241,8 @@ class FitConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise FitConfigError(f"{name} must be a finite number >= 0, got {value!r}.")
+        if self.repair_layers not in (None, "auto"):
+            _check_int("repair_layers", self.repair_layers, 1)
         if not isinstance(self.native_fraction, (int, float)) or not 0 <= self.native_fraction <= 1:
             raise FitConfigError(f"native_fraction must lie between 0 and 1, got {self.native_fraction!r}.")
         if self.heldout_fraction >= 1:

@@ -75,6 +75,7 @@ def without_gates(bridge: KVBridge) -> HandoffPolicy:
         native_fraction=policy.native_fraction,
         repair=policy.repair,
         native_layers=policy.native_layers,
+        repair_layers=policy.repair_layers,
         gates=Gates.off(),
     )
 
