@@ -107,12 +107,11 @@ def _preset_cases(fitted: Callable[..., dict[str, Any]], lookups: int, trainings
         texts = lookups if fit["repair"] == "learned" else 0
         rows.append(Case("preset", name, fit, controls=main, lookups=texts, repeated=not late, late=late))
     if trainings:
-        tenth = {"native_fraction": 0.1, "repair_layers": None}
         asking = {**fitted("quality")["distillation"], "lookup_fraction": 0.75}
         variants: dict[str, dict[str, Any]] = {
-            "quality, a tenth in all layers": tenth,
-            "the same, closed form": {**tenth, "distillation": None},
-            "the same, trained on lookups": {**tenth, "distillation": asking},
+            "quality, closed form": {"distillation": None},
+            "quality, trained on lookups": {"distillation": asking},
+            "quality, 15 % in the lowest layers": {"native_fraction": 0.15, "repair_layers": "auto"},
         }
         for name, changes in variants.items():
             rows.append(Case("preset", name, fitted("quality", **changes), controls=main, lookups=lookups, late=True))

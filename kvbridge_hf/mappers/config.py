@@ -31,15 +31,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # A second pass for the sensitivity weights; 15 % of the tokens, chosen by the question, recomputed natively, as no
     # fit keeps what a lookup needs (docs/methods.md).
     "default": {"top_k": None, "selection": "greedy", "weighting": "sensitivity", "native_fraction": 0.15},
-    # And training on the target's predictions; the tokens that are recomputed are so in the
-    # lowest layers alone, where that is enough, and, given lookups, better chosen.
+    # And training on the target's predictions; given lookups, fewer tokens are recomputed, better chosen.
     "quality": {
         "top_k": None,
         "selection": "greedy",
         "weighting": "sensitivity",
-        "native_fraction": 0.15,
+        "native_fraction": 0.1,
         "repair": "learned",
-        "repair_layers": "auto",
         "distillation": DistillationConfig(steps=400),
     },
     # Heo et al., arXiv:2608.03893: full-head ridge, k = 8, lambda = 0.01 on summed moments, layers by in-sample R^2.
