@@ -11,6 +11,7 @@ other choices need the library, and the question's words stand in for them here.
 back, reports, takes a cache that the source has already, and maps a layer when it is first touched.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -175,10 +176,14 @@ def read_lowest_layers(model, cache, input_ids, mask, count):
 
 
 class PatchedCache(DynamicCache):
-    """Shows another cache whole, after it has put the new states of single tokens in their columns."""
+    """Shows another cache whole, after it has put the new states of single tokens in their columns.
 
-    def __init__(self, cache, rows, columns, slots):
+    The forward ends at the last of `count` layers, where that is not the topmost.
+    """
+
+    def __init__(self, cache, rows, columns, slots, count):
         super().__init__()
+        self.last = count - 1 if count and count < len(cache.layers) else None
         self.layers, self.places, self.slots = cache.layers, (rows, columns), (rows, slots)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -187,6 +192,8 @@ class PatchedCache(DynamicCache):
             old.transpose(1, 2).index_put(self.places, new.transpose(1, 2)[self.slots]).transpose(1, 2)
             for old, new in ((layer.keys, key_states), (layer.values, value_states))
         )
+        if layer_idx == self.last:
+            raise Reached
         return layer.keys, layer.values
 
 
@@ -194,6 +201,7 @@ def repair(model, cache, config, input_ids, mask):
     """Let the target recompute a share of the mapped tokens, those that tell most about the question, in one pass.
 
     Each is run at its own position; in every layer its new key and value take their column before anything attends.
+    With the config's `repair_layers` that is done in so many of the lowest layers, and the others stay mapped.
     """
     fraction, columns = config.get("native_fraction", 0), cache.get_seq_length()
     if fraction == 0:
@@ -220,13 +228,15 @@ def repair(model, cache, config, input_ids, mask):
     before = torch.arange(columns, device=mask.device) <= order[:, :, None]
     seen = valid[:, None, :] & (before | ~kept[:, :, None])
     bias = torch.zeros(seen.shape, dtype=model.dtype, device=mask.device)
-    model.get_decoder()(
-        input_ids.gather(1, order),
-        attention_mask=bias.masked_fill(~seen, torch.finfo(model.dtype).min)[:, None],
-        position_ids=positions.gather(1, order),
-        use_cache=True,
-        **{CACHE: PatchedCache(cache, rows, order[rows, slots], slots)},
-    )
+    patched = PatchedCache(cache, rows, order[rows, slots], slots, config.get("repair_layers"))
+    with contextlib.suppress(Reached):
+        model.get_decoder()(
+            input_ids.gather(1, order),
+            attention_mask=bias.masked_fill(~seen, torch.finfo(model.dtype).min)[:, None],
+            position_ids=positions.gather(1, order),
+            use_cache=True,
+            **{CACHE: patched},
+        )
 
 
 def score_by_question(config, input_ids, mask, columns):
