@@ -48,8 +48,10 @@ def _pareto(plt: Any, rows: list[Entry], pair: str) -> Any:
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for entry in presets:
-        axes.scatter(*point(entry), marker="s" if entry["name"] in study_report.PUBLISHED else "o", s=40)
-        axes.annotate(entry["name"], point(entry), textcoords="offset points", xytext=(5, 4), fontsize=8)
+        if entry["name"] in study_report.ORDER:
+            axes.scatter(*point(entry), marker="s" if entry["name"] in study_report.PUBLISHED else "o", s=40, zorder=3)
+            # To the right and below, as the curves come from the left and go on above.
+            axes.annotate(entry["name"], point(entry), textcoords="offset points", xytext=(6, -9), fontsize=8)
     for group, colour, label in (("fraction", "grey", "by the question"), ("learned", "tab:green", "learned choice")):
         curve = sorted(point(entry) for entry in rows if entry["group"] == group)
         if curve:
@@ -68,6 +70,7 @@ def _pareto(plt: Any, rows: list[Entry], pair: str) -> Any:
     )
     for level in levels:
         axes.axhline(100 * (level or 0.0), linestyle=":", color="grey")
+    axes.set_xlim(0, 1.6 * max(point(entry)[0] for entry in presets))
     axes.set_xlabel("share of the target's prefill FLOPs, %")
     axes.set_ylabel("share of the gap recovered, %" if clear else "right answers, %")
     axes.set_title(f"{pair}: quality against cost (dotted: source alone, target alone)", fontsize=9)
@@ -128,9 +131,13 @@ def _curves(plt: Any, rows: list[Entry]) -> Any:
         for name, points in sorted(series.items()):
             panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
             filled += 1
+        places = sorted({place for points in series.values() for place, _ in points})
         if logarithmic and series:
             panel.set_xscale("log")
-        panel.set_ylim(bottom=0)
+        if places:
+            panel.set_xticks(places, [f"{place:g}" for place in places], minor=False)
+            panel.set_xticks([], minor=True)
+            panel.set_ylim(0, 1.15 * max(kl for points in series.values() for _, kl in points))
         panel.set_xlabel(label, fontsize=8)
         panel.tick_params(labelsize=7)
         if len(series) > 1:
