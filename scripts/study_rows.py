@@ -176,6 +176,11 @@ def _method_cases(fitted: Callable[..., dict[str, Any]], quick: bool) -> list[Ca
         "anchors: layer 0": (fitted(**two, method="anchored"), {}),
         "anchors: embedding": (fitted(**two, method="anchored", anchors=["embedding"]), {}),
         "anchors: both": (fitted(**{**two, **both}), {}),
+        # Layer 0 follows from the embedding: directions that no calibration token shows are held by the penalty alone.
+        "anchors: both, penalty 1e-4 of the diagonal": (
+            fitted(**{**two, **both, "ridge_lambda": 1e-4, "ridge_relative": True}),
+            {},
+        ),
         "anchors: both, sensitivity": (fitted(**{**two, **both, "weighting": "sensitivity"}), {}),
         "linear, trained on text": (trained(lookup_fraction=0.0), {}),
         "linear, trained on lookups": (trained(), {"lookups": count}),

@@ -85,7 +85,8 @@ class FitConfig:
             `"head_local"` (a target head reads its matched source heads only; 1/source_heads of the weights).
         top_k (`int`, *optional*): Source layers per target layer. None takes min(8, source layers).
         ridge_lambda (`float`): Penalty on the squared weights, added to the *summed* centred moments.
-        ridge_relative (`bool`): Multiply the penalty with the mean diagonal of the moments it is added to.
+        ridge_relative (`bool`): Multiply the penalty with the mean diagonal of the moments it is added to. With both
+            anchors take this and 1e-4: a token that the calibration has not shown is mapped at random else.
         selection (`str`): How source layers are chosen. `"r2"`: R^2 of one source layer at a time from matched heads.
             `"r2_layer"`: the same from all heads of the layer. `"greedy"`: forward selection, each step the layer that
             raises the joint R^2 most.
