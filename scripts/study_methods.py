@@ -12,6 +12,7 @@ is missing. Settings were chosen on the validation questions (`--split validatio
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -169,6 +170,8 @@ def main() -> None:
         sys.exit(0 if again(args, settings, results) else 1)
     if not args.render:
         run(args, settings, path, results)
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit(f"{path} has the results; tables and plots need matplotlib: pip install matplotlib, then --render.")
     study_report.write(results.values(), args.output, quick=args.quick)
 
 

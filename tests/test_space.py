@@ -125,20 +125,22 @@ def test_lock_is_given_in_the_order_of_asking():
 def test_jobs_alternate_and_waiting_is_not_counted():
     lock, order = FairLock(), []
 
-    def work(name, pause):
+    def work(name, pause, others):
         def run(job):
-            for _ in range(4):
+            for turn in range(4):
                 time.sleep(pause)
+                while turn < others and not lock._waiting:  # the other one has turns left and stands in the queue
+                    time.sleep(0.0005)
                 order.append(name)
                 job.collect([0])
                 job.next_turn()
 
         return run
 
-    first = Job(work("a", 0.002), lock=lock).start()
+    first = Job(work("a", 0.002, 4), lock=lock).start()
     while not lock._held:
         time.sleep(0.0005)
-    second = Job(work("b", 0.2), lock=lock).start()
+    second = Job(work("b", 0.2, 3), lock=lock).start()
     first.join(), second.join()
     assert order == ["a", "b"] * 4
     assert first.seconds < 0.4 < second.seconds  # the other's 0.8 s of holding the machine are not the first's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -128,7 +129,9 @@ def test_a_second_run_gives_the_same_and_does_nothing_twice(scripts, tmp_path, m
     given = ["--output", str(tmp_path), "--texts", "12", *small]
     command = [sys.executable, str(SCRIPTS / "study_methods.py"), *given]
     first = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert first.returncode == 0, first.stderr
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert first.returncode == (0 if drawn else 1), first.stderr
+    assert drawn or "need matplotlib" in first.stderr  # the results are there all the same
     path = tmp_path / "methods.json"
     stored = json.loads(path.read_text())
     assert len(stored) == 2 and first.stdout.count("sinks") == 2
@@ -144,7 +147,8 @@ def test_a_second_run_gives_the_same_and_does_nothing_twice(scripts, tmp_path, m
             torch.set_num_threads(threads)
         return 0, capsys.readouterr().out
 
-    assert run() == (0, "") and json.loads(path.read_text()) == stored
+    code, told = run()
+    assert "sinks" not in told and (code == 0 or not drawn) and json.loads(path.read_text()) == stored
     code, told = run("--again", "2")
     assert code == 0 and told.count("same ") == 2
     for entry in stored.values():
