@@ -1,6 +1,6 @@
 """Fits every method on every pair of a family, judges the handoffs, and writes docs/methods.md with its plots.
 
-python scripts/study_methods.py                       # everything, in two processes; over an hour on two cores
+python scripts/study_methods.py                       # everything, in two processes; about two hours on two cores
 python scripts/study_methods.py --quick               # minutes: fewer questions, texts and rows, short trainings
 python scripts/study_methods.py --render              # tables and plots from the results that are there
 python scripts/study_methods.py --again 8             # runs stored rows again and says whether they agree
