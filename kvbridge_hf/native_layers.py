@@ -6,6 +6,7 @@ and values follow from the embeddings. For n layers the price is n-1 whole layer
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def read_native_layers(
     cache = DynamicCache()
     layers: list[Any] = [*(DynamicLayer() for _ in range(num_layers - 1)), _StoppingLayer()]
     cache.layers = layers
-    try:
+    with suppress(Reached):
         model(
             input_ids=input_ids.to(model.device),
             attention_mask=mask,
@@ -58,8 +59,6 @@ def read_native_layers(
             use_cache=True,
             **cache_kwargs(cache),
         )
-    except Reached:
-        pass
     return [(layer.keys, layer.values) for layer in layers]
 
 

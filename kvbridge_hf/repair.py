@@ -73,7 +73,7 @@ class _OverwritingLayer(DynamicLayer):
 
 
 class _OverwritingCache(Cache):
-    """The layers of a cache so; the forward is left at the last one of `num_layers`, where that is not the topmost."""
+    """The layers of a cache so; the forward is left at the last one of `num_layers`, None: it runs whole."""
 
     def __init__(
         self,
@@ -81,13 +81,12 @@ class _OverwritingCache(Cache):
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         before: Any,
         num_before: int,
-        num_layers: int,
+        num_layers: int | None,
     ):
         in_front = [None] * len(cache.layers) if before is None else before.layers
-        last = num_layers - 1 if num_layers < len(cache.layers) else -1
         super().__init__(
             layers=[
-                _OverwritingLayer(layer, places, front, num_before, index == last)
+                _OverwritingLayer(layer, places, front, num_before, index + 1 == num_layers)
                 for index, (layer, front) in enumerate(zip(cache.layers, in_front, strict=True))
             ]
         )
@@ -141,8 +140,7 @@ def recompute(
     seen = valid[:, None, :] & ((place <= start + order[:, :, None]) | ~kept[:, :, None])
     dtype = target_model.dtype
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-    layers = len(cache.layers) if num_layers is None else num_layers
-    kwargs: dict[str, Any] = cache_kwargs(_OverwritingCache(cache, places, before, start, layers))
+    kwargs: dict[str, Any] = cache_kwargs(_OverwritingCache(cache, places, before, start, num_layers))
     if getattr(target_model, "_supports_logits_to_keep", lambda: False)():
         kwargs["logits_to_keep"] = 1
     with suppress(Reached):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from lookup_texts import lookup_texts
+from lookup_texts import LOOKUPS, lookup_texts
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
@@ -24,7 +24,6 @@ from kvbridge_hf.demo import fit_bundled, load_model, read_texts
 from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_questions, split_documents
 from kvbridge_hf.mappers.config import FitConfig
 
-LOOKUPS = 1200  # texts with questions that a learned choice of what to repair is fitted on
 PAIRS = ("s-to-m", "m-to-l", "l-to-s", "w-to-m", "m-to-m-diary")
 CONDITIONS = {
     "target": "target alone",

@@ -1,4 +1,4 @@
-"""Texts of Tinytown's train worlds with questions about them, as a distillation and a learned choice take them."""
+"""Texts that scripts have the family's generator write: with questions to learn from, or of one genre."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 FAMILY = Path(__file__).resolve().parent.parent / "examples" / "tinytown"
+LOOKUPS = 1200  # texts that a learned choice of what to repair is fitted on
+if str(FAMILY) not in sys.path:
+    sys.path.insert(0, str(FAMILY))
+
+from corpus import document, text_of  # noqa: E402
+from world import Writer  # noqa: E402
 
 
 def lookup_texts(tokenizer: Any, count: int, seed: int = 0, questions: int = 6) -> list[dict[str, Any]]:
-    """So many texts with `input_ids`, `boundary` and `answers`; see [`fit_mapper`]."""
-    if str(FAMILY) not in sys.path:
-        sys.path.insert(0, str(FAMILY))
-    from world import Writer
-
+    """Texts of train worlds with `input_ids`, `boundary` and `answers`, as [`fit_mapper`] takes them."""
     rng = random.Random(seed)
     texts: list[dict[str, Any]] = []
     while len(texts) < count:
@@ -33,3 +35,8 @@ def lookup_texts(tokenizer: Any, count: int, seed: int = 0, questions: int = 6) 
         if len(ids) > boundary:
             texts.append({"input_ids": ids, "boundary": boundary, "answers": answers})
     return texts
+
+
+def genre_texts(genre: str, split: str, count: int, rng: random.Random) -> list[str]:
+    """So many texts of one genre."""
+    return [text_of(document(rng, split, (160, 256, 384)[index % 3], genre=genre)) for index in range(count)]

@@ -11,23 +11,18 @@ and last ones that the target reads in any case need no choice.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from lookup_texts import lookup_texts
+from choice_setup import ChoiceSetup, interval, parser
 from needed_sentences import regenerate, tokens_of, with_same_people
-from transformers import AutoTokenizer
 
-from kvbridge_hf import HandoffPolicy, KVBridge, KVBridgeMapper, bundled, fit_mapper, handoff_repair
+from kvbridge_hf import HandoffPolicy, KVBridge, handoff_repair
 from kvbridge_hf.attention_reading import attention_to_prefix
-from kvbridge_hf.demo import load_model, read_texts
-from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report, load_questions
+from kvbridge_hf.evaluation import BridgeHandoff, Judge, build_report
 from kvbridge_hf.guard.settings import Gates
-from kvbridge_hf.mappers.config import FitConfig
 from kvbridge_hf.prompt_reading import read_columns
 from kvbridge_hf.repair_choice import choose, segments_of
 
@@ -116,10 +111,6 @@ class OwnAttention(Coverage):
         return super().hook(most.gather(1, segments), eligible, wanted)
 
 
-def interval(entry: dict[str, Any]) -> str:
-    return f"{entry['estimate']:.1%} [{entry['low']:.1%}, {entry['high']:.1%}]"
-
-
 def oracle_tables(judge: Judge, bridge: KVBridge, marked: dict[str, list[torch.Tensor]]) -> None:
     """Accuracy and cost of handoffs that repair just what is marked, under its name; then by kind, of the first."""
     print("| condition | accuracy | tokens repaired | cost |\n| --- | ---: | ---: | ---: |")
@@ -143,42 +134,25 @@ def oracle_tables(judge: Judge, bridge: KVBridge, marked: dict[str, list[torch.T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", default="s-to-m")
-    parser.add_argument("--split", choices=("validation", "test"), default="validation")
-    parser.add_argument("--questions", type=int, help="at most so many")
-    parser.add_argument("--texts", type=int, default=200, help="calibration texts")
-    parser.add_argument("--lookups", type=int, default=1200, help="texts with questions that the scorer learns from")
-    parser.add_argument("--mapper", type=Path, help="a mapper with a scorer, instead of fitting one")
-    parser.add_argument("--fractions", nargs="+", type=float, default=[0.05, 0.08, 0.1, 0.12, 0.15])
-    parser.add_argument("--choices", nargs="+", default=CHOICES)
-    args = parser.parse_args()
-    folders = [bundled.model_path(part) for part in bundled.split_pair(args.pair)]
-    source, target = (load_model(folder) for folder in folders)
-    tokenizer = AutoTokenizer.from_pretrained(str(folders[1]))
-    questions = load_questions(bundled.questions_path(args.split), args.questions)
-    written = regenerate(args.split, questions)
-    judge = Judge(source, target, questions=questions, tokenizer=tokenizer, attention=False)
+    arguments = parser(__doc__)
+    arguments.add_argument("--fractions", nargs="+", type=float, default=[0.05, 0.08, 0.1, 0.12, 0.15])
+    arguments.add_argument("--choices", nargs="+", default=CHOICES)
+    args = arguments.parse_args()
+    setup = ChoiceSetup(args)
+    judge, source, target = setup.judge, setup.source, setup.target
+    written = regenerate(args.split, setup.questions)
     wanted = {
         "needed sentences": [needed for _, needed in written],
         "and all that name the same people": [with_same_people(*pair) for pair in written],
     }
     marked = {
         name: [
-            tokens_of(tokenizer, writer, segments, question.context)
+            tokens_of(setup.tokenizer, writer, segments, question.context)
             for (writer, _), segments, question in zip(written, chosen, judge.questions, strict=True)
         ]
         for name, chosen in wanted.items()
     }
-    mapper: Any
-    if args.mapper is None:
-        texts = read_texts(bundled.text_path("train"), args.texts)
-        read = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
-        config = FitConfig.preset("default", top_k=2, repair="learned")
-        lookups = lookup_texts(tokenizer, args.lookups)
-        mapper = fit_mapper(source, target, read, config, tokenizer=tokenizer, lookups=lookups, progress=False)
-    else:
-        mapper = KVBridgeMapper.from_pretrained(args.mapper)
+    mapper = setup.mapper(top_k=2)
 
     # Any share that is not zero lets the handoff ask for a choice; the hooks say how many tokens that is.
     def policy(choice: str) -> HandoffPolicy:

@@ -6,23 +6,18 @@ two-step question.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import lookup_texts  # noqa: F401  (makes the family's modules importable)
 import torch
-from lookup_texts import FAMILY
+import words as W
+from questions import SETS, written_questions
+from world import ATTRIBUTES, Writer
 
 from kvbridge_hf.evaluation import Question
-
-if str(FAMILY) not in sys.path:
-    sys.path.insert(0, str(FAMILY))
-
-import words as W  # noqa: E402
-from questions import SETS, written_questions  # noqa: E402
-from world import ATTRIBUTES, Writer  # noqa: E402
 
 
 def slots_of(writer: Writer, kind: str, question: str) -> dict[str, str]:

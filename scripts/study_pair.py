@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lookup_texts import FAMILY, lookup_texts
+from lookup_texts import FAMILY, genre_texts, lookup_texts
 from study_rows import ALL_TEXTS, Case, cases
 from transformers import AutoTokenizer
 
@@ -109,14 +108,14 @@ class Pair:
                 rng.shuffle(told)
                 ids[:-CONTINUATION] = told
         elif data == "diary":
-            texts = [self.tokenizer(text)["input_ids"] for text in _texts_of("diary", split, len(texts), rng)]
+            texts = [self.tokenizer(text)["input_ids"] for text in genre_texts("diary", split, len(texts), rng)]
         return split_documents(texts, continuation_tokens=CONTINUATION, prefix_tokens=prefix, limit=count)
 
     def batches(self, case: Case, seed: int) -> list[torch.Tensor]:
         """Calibration texts, drawn anew for every seed."""
         count = self.settings.texts if case.texts is None else min(case.texts, ALL_TEXTS)
         rng = random.Random(seed)
-        texts = rng.sample(self.texts, count) if case.genre is None else _texts_of(case.genre, "train", count, rng)
+        texts = rng.sample(self.texts, count) if case.genre is None else genre_texts(case.genre, "train", count, rng)
         return [self.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
 
     # ---- mappers ----------------------------------------------------------------------------------------------------
@@ -219,15 +218,6 @@ def changed(fit: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fit.items() if value != plain[name]}
 
 
-def _texts_of(genre: str, split: str, count: int, rng: random.Random) -> list[str]:
-    """So many texts of one genre."""
-    if str(FAMILY) not in sys.path:
-        sys.path.insert(0, str(FAMILY))
-    from corpus import document, text_of
-
-    return [text_of(document(rng, split, (160, 256, 384)[index % 3], genre=genre)) for index in range(count)]
-
-
 def _items(items: dict[str, Any], judge: Judge) -> dict[str, Any]:
     """What paired comparisons between rows need."""
     numbers: dict[Any, int] = {}
@@ -251,10 +241,10 @@ def _digest(items: dict[str, Any]) -> str:
 
 def _compact(report: dict[str, Any], judge: Judge) -> dict[str, Any]:
     """What tables and plots need of a report; the intervals of the handoff alone."""
-    headline = {name: report["headline"].get(name) for name in ("gap_recovered", "retention")}
-    headline["floor_normalised_retention"] = report["headline"].get("floor_normalised_retention")
     headline = {
-        name: {key: found.get(key) for key in ("estimate", "low", "high")} for name, found in headline.items() if found
+        name: {key: found.get(key) for key in ("estimate", "low", "high")}
+        for name in ("gap_recovered", "retention", "floor_normalised_retention")
+        if (found := report["headline"].get(name))
     }
     conditions: dict[str, dict[str, Any]] = {}
     for name, metrics in report["conditions"].items():

@@ -268,10 +268,9 @@ def _over_seeds(rows: list[Entry]) -> list[str]:
         if len(entries) < 2:
             continue
         columns = [name, str(len(entries))]
-        for metric, digits in (("kl", 4), ("accuracy", None)):
+        for metric, scale, digits in (("kl", 1, 4), ("accuracy", 100, 1)):
             values = np.array([value(entry, metric) for entry in entries])
             error = values.std(ddof=1) / np.sqrt(len(values))
-            scale, digits = (100, 1) if digits is None else (1, digits)
             columns.append(f"{scale * values.mean():.{digits}f} ± {scale * error:.{digits}f}")
         cells.append(columns)
     if not cells:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lookup_texts import LOOKUPS
+
 from kvbridge_hf.mappers.config import DistillationConfig, FitConfig
 
 FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -15,7 +17,7 @@ LEARNED_FRACTIONS = (0.05, 0.07, 0.1, 0.15)
 REPAIRED = ("linear", "linear, trained on lookups", "linear, trained on lookups with repair", "anchors: embedding")
 CHOICES = ("question", "source_attention", "question+source_attention", "target_attention", "surprise", "sensitivity")
 CHOICES += ("recency", "random")
-LOOKUPS, QUICK_LOOKUPS = 1200, 400  # texts with questions from which a scorer learns what to repair
+QUICK_LOOKUPS = 400
 LENGTHS = (128, 256, 512, 1024, 1536)  # tokens of a prefix; the calibration texts have at most about 400
 DOMAINS = ("diary", "shuffled words")
 PRESETS = ("paper", "cachebridge", "kvlrelay", "fast", "default", "quality")

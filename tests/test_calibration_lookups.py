@@ -208,6 +208,15 @@ def test_a_changed_file_of_lookups_does_not_go_on(pair, tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"method": "low_rank", "rank": 4}], ids=["divisible", "whole"])
+def test_a_job_measures_in_how_many_layers_to_repair(pair, tmp_path, more):
+    job = make_job(pair, tmp_path / "out", repair_layers="auto", **more)
+    fit(job)
+    mapper = KVBridgeMapper.from_pretrained(job.output)
+    measured = mapper.config.fit["repair_layers_kl"]
+    assert mapper.config.repair_layers in (len(measured) - 1, mapper.config.target_geometry["num_layers"])
+
+
+@pytest.mark.parametrize("more", [{}, {"method": "low_rank", "rank": 4}], ids=["divisible", "whole"])
 def test_without_lookups_it_is_said_once_and_words_choose(pair, tmp_path, caplog, more):
     job = make_job(pair, tmp_path / "out", **LEARNED, **more)
     with caplog.at_level(logging.WARNING):
@@ -224,6 +233,8 @@ def test_lookups_that_cannot_be_used_are_refused_before_anything_is_read(pair, t
         fit(make_job(pair, tmp_path / "out", plan="c", lookups=questions, **LEARNED))
     with pytest.raises(FitConfigError, match="nothing in these settings learns"):
         fit(make_job(pair, tmp_path / "out", lookups=questions))
+    with pytest.raises(FitConfigError, match="plan c never has both in memory"):
+        fit(make_job(pair, tmp_path / "out", plan="c", repair_layers="auto"))
     asks = DistillationConfig(steps=2, lookup_fraction=0.5)
     with pytest.raises(FitConfigError, match="give them with --lookups"):
         fit(make_job(pair, tmp_path / "out", distillation=asks))

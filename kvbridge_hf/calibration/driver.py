@@ -26,8 +26,8 @@ from .accumulate import (
     statistics_device,
 )
 from .metrics import MetricsAccumulator, OutputMetrics
-from .parts import learns_choice
 from .passes import Accumulator
+from .repair_fit import fit_repair
 from .samples import Samples
 from .selection import Selection, select
 from .statistics import CalibrationStatistics
@@ -120,49 +120,6 @@ def fit_and_distill(context: FitContext, output_dir: Any = None) -> KVBridgeMapp
             progress=data.progress,
         )
     return fit_repair(mapper, config, data)
-
-
-def fit_repair(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
-    """Measure in how many layers to repair, and fit what chooses the tokens, where the settings ask for it.
-
-    Args:
-        mapper: Changed in place.
-        config: Settings.
-        data: The pair, its data and the lookups; without lookups no choice is learned, which is said.
-    """
-    if config.repair_layers == "auto":
-        from .repair_depth import choose_repair_layers
-
-        assert data is not None
-        number, measured = choose_repair_layers(
-            mapper,
-            data.source_model,
-            data.target_model,
-            data.token_batches,
-            heldout_fraction=config.heldout_fraction,
-            seed=config.seed,
-        )
-        mapper.config.repair_layers = number
-        mapper.config.fit["repair_layers_kl"] = measured
-    return _fit_choice(mapper, config, data)
-
-
-def _fit_choice(mapper: KVBridgeMapper, config: FitConfig, data: FitData | None) -> KVBridgeMapper:
-    if not learns_choice(config):
-        return mapper
-    if data is None or data.lookups is None:
-        logger.warning(
-            "repair=%r needs lookups= (texts with questions about them) and got none, so this mapper chooses what to "
-            "repair by %r.",
-            config.repair,
-            mapper.config.repair,
-        )
-        return mapper
-    from .repair_scorer import fit_repair_scorer
-
-    fit_repair_scorer(mapper, data.source_model, data.target_model, data.lookups, seed=config.seed)
-    mapper.config.repair = config.repair
-    return mapper
 
 
 def _reads_again(config: FitConfig) -> list[str]:
@@ -421,6 +378,5 @@ __all__ = [
     "fit_and_distill",
     "fit_from_statistics",
     "fit_mapper",
-    "fit_repair",
     "statistics_device",
 ]

@@ -21,12 +21,13 @@ from ..mappers.base import FitContext, FitData
 from ..mappers.config import FitConfig
 from ..modeling_kvbridge import KVBridgeMapper
 from .accumulate import Contents, ModelFacts, SensitivityAccumulator, StatisticsAccumulator, new_statistics
-from .driver import check_enough, fit_and_distill, fit_repair, statistics_device
+from .driver import check_enough, fit_and_distill, statistics_device
 from .memory_plan import MemoryPlan
 from .metrics import MetricsAccumulator, OutputMetrics
 from .parts import assemble, fit_part, has_part, is_divisible, of_target_layers, part_folder, save_part
 from .passes import PassRunner
 from .processes import Processes, divide, merge_moments, merge_statistics
+from .repair_fit import fit_repair
 from .selection import Selection, select
 from .statistics import CalibrationStatistics
 from .storage import write_atomically

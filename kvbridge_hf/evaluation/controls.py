@@ -125,8 +125,7 @@ class BridgeHandoff:
     @property
     def repair_layers(self) -> int | None:
         """The policy's number of lowest layers that are recomputed, or else the mapper's; None: all."""
-        found = self._wanted("repair_layers")
-        return None if found is None else int(found)
+        return self._wanted("repair_layers")
 
     @property
     def reads_question(self) -> bool:

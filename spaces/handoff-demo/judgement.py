@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,16 +68,7 @@ class Judgement:
 
 def without_gates(bridge: KVBridge) -> HandoffPolicy:
     """The bridge's policy with every gate off: what the map itself is worth."""
-    policy = bridge.policy
-    return HandoffPolicy(
-        num_sinks=policy.num_sinks,
-        num_native_suffix=policy.num_native_suffix,
-        native_fraction=policy.native_fraction,
-        repair=policy.repair,
-        native_layers=policy.native_layers,
-        repair_layers=policy.repair_layers,
-        gates=Gates.off(),
-    )
+    return replace(bridge.policy, gates=Gates.off(), on_failure="error", shadow=None, on_event=None)
 
 
 @torch.no_grad()

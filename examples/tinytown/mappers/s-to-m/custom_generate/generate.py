@@ -166,10 +166,8 @@ def read_lowest_layers(model, cache, input_ids, mask, count):
     if count == 0:
         return
     own, positions = LowestLayers(count), (mask.cumsum(-1) - 1).clamp(min=0)
-    try:
+    with contextlib.suppress(Reached):
         model.get_decoder()(input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: own})
-    except Reached:
-        pass
     padding = (mask == 0)[:, None, :, None]
     for mapped, (keys, values) in zip(cache.layers, own.read, strict=False):
         mapped.keys, mapped.values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
@@ -178,12 +176,12 @@ def read_lowest_layers(model, cache, input_ids, mask, count):
 class PatchedCache(DynamicCache):
     """Shows another cache whole, after it has put the new states of single tokens in their columns.
 
-    The forward ends at the last of `count` layers, where that is not the topmost.
+    The forward ends at the last of `count` layers; without a count it runs whole.
     """
 
     def __init__(self, cache, rows, columns, slots, count):
         super().__init__()
-        self.last = count - 1 if count and count < len(cache.layers) else None
+        self.count = count
         self.layers, self.places, self.slots = cache.layers, (rows, columns), (rows, slots)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -192,7 +190,7 @@ class PatchedCache(DynamicCache):
             old.transpose(1, 2).index_put(self.places, new.transpose(1, 2)[self.slots]).transpose(1, 2)
             for old, new in ((layer.keys, key_states), (layer.values, value_states))
         )
-        if layer_idx == self.last:
+        if layer_idx + 1 == self.count:
             raise Reached
         return layer.keys, layer.values
 
